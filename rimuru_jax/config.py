@@ -1,0 +1,60 @@
+"""Engine arguments, with the names and meanings that users of vLLM know; ours only for what is new."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rimuru_jax.host.pool_plan import MemoryPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that can be set about an engine. `Engine(model, **config)` takes these as keyword arguments."""
+
+    tokenizer: str | None = None
+    """Folder of the tokenizer, when it is not the model's."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of weights, activations and cached keys and values."""
+    seed: int = 0
+    """Seed of requests that bring none."""
+    max_model_len: int | None = None
+    """Tokens of the longest request, prompt and output together. None: the model's limit, or as much as fits."""
+    max_num_seqs: int = 128
+    """Requests that run at once, at most."""
+    max_num_batched_tokens: int = 2048
+    """Tokens of one step, at most; longer prompts are computed in chunks."""
+    block_size: int | None = None
+    """Tokens of one KV page. None: 16, or less where 16 would waste pool."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    memory_policy: MemoryPolicy = "elastic"
+    """"static": all experts resident. "fixed": each layer at its floor. "elastic": residency moves with the load."""
+    page_pool_bytes: int | None = None
+    """Bytes of the page pool. None: all experts and a few long requests, at most half of the free memory."""
+    expert_offload_limit: int | Literal["auto"] = "auto"
+    """Experts of a layer that may be away from the pool, at most."""
+    loading_buffer_experts: int = 32
+    """Experts of one loading-buffer set, at most; what does not fit is read from the host in place."""
+    expert_cache_policy: Literal["hotset", "lru"] = "hotset"
+    """Which experts stay: by an offline profile, or the most recently used."""
+    expert_hotset_path: str | None = None
+    """Profile written by `rimuru hotset record`. None: all experts count as equally likely."""
+    expand_patience: int = 0
+    """Passes with a surplus of pages before experts are taken back."""
+    verify_checkpoint: bool = True
+    """Compare a packed checkpoint with its checksums while loading."""
+
+    def __post_init__(self):
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}, it must be a positive integer")
+        for name, wanted in (
+            ("dtype", ("float32", "bfloat16")),
+            ("scheduling_policy", ("fcfs", "priority")),
+            ("expert_cache_policy", ("hotset", "lru")),
+        ):
+            if getattr(self, name) not in wanted:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(map(repr, wanted))}"
+                )
+        if self.page_pool_bytes is not None and self.page_pool_bytes < 1:
+            raise ValueError(f"page_pool_bytes is {self.page_pool_bytes}, it must be positive")

@@ -1,0 +1,493 @@
+"""The engine: a model in one page pool, requests in, tokens out.
+
+Wires the host (scheduler, allocator, expert cache) to the device (serving loop, sampler). One `step` is: plan, hand
+over what changed, run the model, choose tokens, deliver them.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.progress import Progress
+
+from rimuru_jax.config import EngineConfig
+from rimuru_jax.host.allocator import PageAllocator
+from rimuru_jax.host.expert_cache import ExpertCache, residency_policy
+from rimuru_jax.host.hotset import HotsetProfile, ModelFingerprint
+from rimuru_jax.host.metrics import Metrics
+from rimuru_jax.host.page_layout import EXPERT, PageLayout
+from rimuru_jax.host.page_tables import PageTables
+from rimuru_jax.host.pool_plan import PoolPlan, choose_layout, plan_pool
+from rimuru_jax.host.request import Request
+from rimuru_jax.host.scheduler import ScheduledChunk, Scheduler, SchedulerConfig, StepPlan
+from rimuru_jax.models.checkpoint import load_checkpoint
+from rimuru_jax.models.config import ModelConfig
+from rimuru_jax.models.default_model import DEFAULT_POOL_BYTES, cache_dir, default_model_path
+from rimuru_jax.models.registry import parse_config, read_config
+from rimuru_jax.models.stack import ModelSpec, stack_params
+from rimuru_jax.outputs import FinishReason, RequestOutput
+from rimuru_jax.request_state import Completion, Prompt, RequestState, token_logprobs
+from rimuru_jax.sampling import SampledTokens, build_sampling_inputs, sample
+from rimuru_jax.sampling_params import SamplingParams
+from rimuru_jax.serving_loop import Chunk, ServingLoop, StepOutputs, pack
+from rimuru_jax.tokenizer import (
+    IncrementalDetokenizer,
+    Tokenizer,
+    load_tokenizer,
+    read_eos_token_ids,
+    require_tokenizer,
+)
+
+_sample = jax.jit(sample, static_argnames="features")
+
+type LoadProgress = Callable[[float, str], None]
+"""Called with the fraction done, 0 to 1, and what is being done."""
+
+
+class Engine:
+    """Serves one model.
+
+    Args:
+        model: a Hugging Face or packed model folder; None: the embedded default model.
+        progress: called while the model is built and loaded.
+        config: fields of `EngineConfig`.
+
+    Raises ValueError in one sentence for anything that cannot work, before weights are loaded wherever possible.
+    """
+
+    def __init__(
+        self, model: str | Path | None = None, *, progress: LoadProgress | None = None, **config: Any
+    ):
+        self.config = _engine_config(config)
+        report = progress or (lambda fraction, text: None)
+        if model is None:
+            folder = default_model_path(report)
+        else:
+            folder = Path(model)
+        self.model_config = parse_config(read_config(folder))
+        self.tokenizer_folder = Path(self.config.tokenizer or folder)
+        self.tokenizer = load_tokenizer(self.tokenizer_folder)
+        self._eos_token_ids = read_eos_token_ids(folder)
+        fallback = DEFAULT_POOL_BYTES if model is None else None
+        self.plan = plan_for(self.model_config, self.config, fallback)
+        profile = hotset_profile(self.model_config, self.config.expert_hotset_path)
+
+        _use_compilation_cache()
+        loaded = load_checkpoint(folder, self.config.dtype, report, self.config.verify_checkpoint)
+        report(1.0, "placing experts")
+        self._build(stack_params(self.model_config, loaded.params), loaded.host_pages, profile)
+        self._states: dict[str, RequestState] = {}
+        self._completions: dict[Request, tuple[RequestState, Completion]] = {}
+        self._arrivals = itertools.count()
+        self._unreported: dict[str, RequestState] = {}
+        """Requests that ended outside of a step's normal course: the next `step` reports them."""
+
+    def _build(self, params: Mapping[str, Any], host_pages: np.ndarray, profile: HotsetProfile) -> None:
+        config, plan, moe = self.config, self.plan, self.model_config.moe
+        spec = ModelSpec.create(self.model_config, plan.layout, config.dtype)
+        self.metrics = Metrics()
+        allocator = PageAllocator(plan.layout, plan.num_huge_pages)
+        limits = {"max_num_seqs": config.max_num_seqs, "max_model_len": plan.max_model_len}
+        self._page_tables = PageTables(plan.layout, **limits)
+        self.experts = ExpertCache(
+            num_layers=len(self.model_config.moe_layers),
+            num_experts=moe.num_experts,
+            matrices=moe.matrices,
+            allocator=allocator,
+            policy=residency_policy(config.expert_cache_policy, profile),
+            expert_offload_limit=plan.expert_offload_limit,
+            buffer_experts=plan.buffer_experts,
+        )
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+                policy=config.scheduling_policy,
+                memory_policy=config.memory_policy,
+                expand_patience=config.expand_patience,
+                **limits,
+            ),
+            allocator,
+            self._page_tables,
+            self.experts,
+            self.metrics,
+        )
+        self.allocator = allocator
+        self.loop = ServingLoop(
+            spec, params, host_pages, plan.layout, num_huge_pages=plan.num_huge_pages, **limits
+        )
+        self.loop.copy_experts(self.experts.fill(plan.pages_kept_free))
+        self._shown_experts = -1
+        self.router_counts = np.zeros(self.experts.resident.shape, np.int64)
+        """How many tokens chose each expert of each MoE layer since the start."""
+        self.num_routed_tokens = 0
+
+    # Requests ------------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request. Raises ValueError in one sentence, with nothing queued, when it cannot be served."""
+        if request_id in self._states:
+            raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
+        params = sampling_params or SamplingParams()
+        text, ids = self._tokenize(prompt, params)
+        limit = self.plan.max_model_len
+        if len(ids) >= limit:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, but max_model_len is {limit} and must leave room for one more"
+            )
+        state = RequestState(request_id, text, ids)
+        if params.prompt_logprobs is not None:
+            state.prompt_logprobs = [None] * len(ids)
+        array = np.asarray(ids, np.int32)
+        for index in range(params.n):
+            arrival = next(self._arrivals)
+            request = Request(
+                request_id=request_id if params.n == 1 else f"{request_id}/{index}",
+                prompt_token_ids=ids,
+                max_tokens=params.max_tokens or limit,
+                priority=priority,
+                arrival=arrival,
+            )
+            seed = (self.config.seed << 32) + arrival if params.seed is None else params.seed + index
+            stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)}
+            completion = Completion(
+                index, request, seed, params, stops, self._detokenizer(params, ids), array
+            )
+            try:
+                self.scheduler.add(request)
+            except ValueError:
+                for queued in state.completions:
+                    self._forget(queued.request)
+                    self.scheduler.finish(queued.request, "abort")
+                raise
+            state.completions.append(completion)
+            self._completions[request] = (state, completion)
+        self._states[request_id] = state
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in whatever phase it is, returning all its pages; False when there is no such request."""
+        state = self._states.pop(request_id, None)
+        if state is None:
+            return False
+        for completion in state.completions:
+            if not completion.request.finished:
+                self._end(completion, "abort")
+        self._unreported[request_id] = state
+        return True
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do or to report."""
+        return bool(self._states or self._unreported)
+
+    def _tokenize(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
+        text = None
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                prompt = prompt["prompt_token_ids"]
+            elif isinstance(prompt.get("prompt"), str):
+                prompt = prompt["prompt"]
+            else:
+                raise ValueError(
+                    f"a prompt dictionary has the keys {sorted(map(str, prompt))}, it must have 'prompt_token_ids' or 'prompt'"
+                )
+        if isinstance(prompt, str):
+            text = prompt
+            ids = require_tokenizer(self.tokenizer, self.tokenizer_folder).encode(prompt)
+        else:
+            ids = _token_ids(prompt)
+        if not ids:
+            raise ValueError("the prompt is empty, it must have at least one token")
+        vocab_size = self.model_config.vocab_size
+        if not 0 <= min(ids) <= max(ids) < vocab_size:
+            wrong = next(i for i in ids if not 0 <= i < vocab_size)
+            raise ValueError(
+                f"prompt token id {wrong} is outside the vocabulary of {vocab_size} tokens (0 to {vocab_size - 1})"
+            )
+        params.validate_for_vocab(vocab_size)
+        if params.stop:
+            require_tokenizer(self.tokenizer, self.tokenizer_folder)
+        return text, ids
+
+    def _detokenizer(self, params: SamplingParams, prompt_ids: list[int]) -> IncrementalDetokenizer | None:
+        if not params.detokenize or self.tokenizer is None:
+            return None
+        return IncrementalDetokenizer(
+            self.tokenizer,
+            prompt_token_ids=prompt_ids,
+            stop=params.stop_strings,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+
+    # The step ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; return every request that got a token or ended, as it now stands."""
+        changed, self._unreported = self._unreported, {}
+        plan = self.scheduler.schedule()
+        self.loop.update_tables(self._page_tables.take_updates())
+        for request in plan.rejected:
+            state, completion = self._forget(request)
+            completion.close()
+            changed[state.request_id] = state
+        self.loop.copy_experts(plan.expert_copies)
+        if self._shown_experts != self.experts.version:
+            self._shown_experts = self.experts.version
+            self.loop.set_experts(*self.experts.step_tables(), self.experts.buffer_pages)
+        if plan.chunks:
+            outputs = self.loop.run(pack([self._chunk(chunk) for chunk in plan.chunks]))
+            self._deliver(plan, outputs, changed)
+        for request_id, state in changed.items():
+            if state.finished:
+                self._states.pop(request_id, None)
+        return [state.output() for state in changed.values()]
+
+    def _chunk(self, chunk: ScheduledChunk) -> Chunk:
+        request, end = chunk.request, chunk.start + chunk.num_tokens
+        prompt = request.prompt_token_ids
+        ids = prompt[chunk.start : end]
+        if end > len(prompt):
+            ids = ids + request.output_token_ids[max(0, chunk.start - len(prompt)) : end - len(prompt)]
+        self._completions[request][0].scheduled()
+        return Chunk(request.slot, ids, chunk.start)
+
+    def _deliver(self, plan: StepPlan, outputs: StepOutputs, changed: dict[str, RequestState]) -> None:
+        completions = [self._completions[chunk.request][1] for chunk in plan.chunks]
+        rows = [completion.sampling_row() for completion in completions]
+        inputs, features = build_sampling_inputs(rows, outputs.logits.shape[0])
+        sampled: SampledTokens = jax.device_get(_sample(outputs.logits, inputs, features))
+        self._prompt_logprobs(plan, outputs)
+        counts = np.asarray(outputs.router_counts)
+        self.router_counts += counts
+        self.num_routed_tokens += sum(chunk.num_tokens for chunk in plan.chunks)
+        self.experts.observe(counts)
+
+        tokens = sampled.token_ids
+        row_of = {chunk.request: row for row, chunk in enumerate(plan.chunks)}
+        for request in self.scheduler.update(plan, tokens):  # type: ignore[arg-type]
+            row = row_of[request]
+            state, completion = self._completions[request]
+            changed[state.request_id] = state
+            if not sampled.finite[row]:
+                request.output_token_ids.pop()
+                self._end(completion, "error")
+                continue
+            state.progressed()
+            token = int(tokens[row])
+            if sampled.logprobs is not None and completion.params.logprobs is not None:
+                width = min(completion.params.logprobs, self.model_config.vocab_size)
+                tokenizer = self.tokenizer if completion.params.detokenize else None
+                completion.logprobs.append(token_logprobs(row, token, sampled.logprobs, width, tokenizer))
+            if reason := completion.accept(token, request.length_limit(self.plan.max_model_len)):
+                self._end(completion, reason)
+
+    def _prompt_logprobs(self, plan: StepPlan, outputs: StepOutputs) -> None:
+        """Fill in the prompt log-probabilities that this step's hidden states give."""
+        first = 0
+        for chunk in plan.chunks:
+            state, completion = self._completions[chunk.request]
+            entries, prompt = state.prompt_logprobs, state.prompt_token_ids
+            targets = prompt[chunk.start + 1 : chunk.start + chunk.num_tokens + 1]
+            if entries is not None and completion.index == 0 and targets:
+                wanted = completion.params.prompt_logprobs or 0
+                width = min(wanted, self.model_config.vocab_size)
+                tokenizer = self.tokenizer if completion.params.detokenize else None
+                position = chunk.start + 1
+                for part in self.loop.prompt_logprobs(outputs.hidden, first, targets, width):
+                    for row in range(len(part.logprob)):
+                        entries[position] = token_logprobs(row, prompt[position], part, width, tokenizer)
+                        position += 1
+            first += chunk.num_tokens
+
+    def _end(self, completion: Completion, reason: FinishReason) -> None:
+        completion.close()
+        self._forget(completion.request)
+        self.scheduler.finish(completion.request, reason)
+
+    def _forget(self, request: Request) -> tuple[RequestState, Completion]:
+        return self._completions.pop(request)
+
+    # Offline use ---------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all at once, and return the outputs in the order of the prompts.
+
+        A prompt is text, a list of token ids, or {"prompt_token_ids": ids}. Raises ValueError before anything runs
+        when one of them cannot be served; nothing stays queued.
+        """
+        prompts = _prompt_list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(
+                f"{len(sampling_params)} sampling_params came for {len(prompts)} prompts, give one or as many"
+            )
+        ids = [f"generate-{next(self._arrivals)}" for _ in prompts]
+        done: dict[str, RequestOutput] = {}
+        try:
+            for request_id, prompt, params in zip(ids, prompts, sampling_params, strict=True):
+                self.add_request(request_id, prompt, params, priority=priority)
+            with Progress(disable=not use_tqdm, transient=True) as bar:
+                task = bar.add_task("generating", total=len(prompts))
+                while len(done) < len(ids):
+                    for output in self.step():
+                        if output.finished and output.request_id in ids:
+                            done[output.request_id] = output
+                            bar.advance(task)
+        finally:
+            for request_id in ids:
+                if request_id not in done and self.abort(request_id):
+                    del self._unreported[request_id]
+        return [done[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one conversation (a list of messages) or several."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        tokenizer = require_tokenizer(self.tokenizer, self.tokenizer_folder)
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            ids = tokenizer.apply_chat_template(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                chat_template=chat_template,
+                **(chat_template_kwargs or {}),
+            )
+            prompts.append({"prompt_token_ids": ids})
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding it after every token. Leaving the loop early ends the request."""
+        request_id = f"stream-{next(self._arrivals)}"
+        self.add_request(request_id, prompt, sampling_params)
+        finished = False
+        try:
+            while not finished:
+                for output in self.step():
+                    if output.request_id == request_id:
+                        finished = output.finished
+                        yield output
+        finally:
+            if not finished and self.abort(request_id):
+                del self._unreported[request_id]
+
+    def get_tokenizer(self) -> Tokenizer:
+        return require_tokenizer(self.tokenizer, self.tokenizer_folder)
+
+    def get_metrics(self) -> dict[str, int | float]:
+        """All counters and gauges by name."""
+        return self.metrics.snapshot()
+
+
+def layout_for(model: ModelConfig, config: EngineConfig) -> PageLayout:
+    """The page layout of a model under these arguments."""
+    size = 4 if config.dtype == "float32" else 2
+    return choose_layout(
+        lambda tokens: model.page_kinds(weight_bytes=size, kv_bytes=size, page_tokens=tokens),
+        config.block_size,
+    )
+
+
+def plan_for(model: ModelConfig, config: EngineConfig, default_pool_bytes: int | None = None) -> PoolPlan:
+    """The pool of a model under these arguments; needs no weights."""
+    layout = layout_for(model, config)
+    return plan_pool(
+        layout,
+        pool_bytes=config.page_pool_bytes or default_pool_bytes or _default_pool_bytes(model, layout),
+        memory_policy=config.memory_policy,
+        num_experts=model.moe.num_experts,
+        num_experts_per_tok=model.moe.num_experts_per_tok,
+        matrices=model.moe.matrices,
+        expert_offload_limit=config.expert_offload_limit,
+        loading_buffer_experts=config.loading_buffer_experts,
+        max_model_len=config.max_model_len,
+        model_len_limit=model.max_position_embeddings,
+    )
+
+
+def fingerprint(model: ModelConfig) -> ModelFingerprint:
+    return ModelFingerprint(
+        model_type=model.model_type,
+        num_layers=len(model.moe_layers),
+        num_experts=model.moe.num_experts,
+        experts_per_token=model.moe.num_experts_per_tok,
+    )
+
+
+def hotset_profile(model: ModelConfig, path: str | Path | None) -> HotsetProfile:
+    """The profile at `path`, or the uniform one."""
+    return HotsetProfile.load(path, fingerprint(model)) if path else HotsetProfile.uniform(fingerprint(model))
+
+
+def _default_pool_bytes(model: ModelConfig, layout: PageLayout) -> int:
+    """All experts and the pages of eight requests of up to 4096 tokens, at most half of the memory that is free."""
+    tokens = min(4096, model.max_position_embeddings)
+    states = sum(placed.units_for(tokens) * placed.stride_bytes for placed in layout.sequence_kinds)
+    experts = len(model.moe_layers) * model.moe.num_experts * model.moe.matrices * layout[EXPERT].stride_bytes
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if jax.default_backend() == "gpu":
+        stats = jax.devices()[0].memory_stats() or {}
+        free = stats["bytes_limit"] - stats["bytes_in_use"]
+    wanted = experts + 8 * states + 2 * layout.huge_page_multiple * layout.huge_page_bytes
+    return max(min(wanted, free // 2), 2 * layout.huge_page_multiple * layout.huge_page_bytes)
+
+
+def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
+    known = EngineConfig.__dataclass_fields__
+    unknown = sorted(set(arguments) - set(known))
+    if unknown:
+        raise ValueError(f"unknown engine arguments {', '.join(unknown)}; there are {', '.join(known)}")
+    return EngineConfig(**arguments)
+
+
+def _use_compilation_cache() -> None:
+    """Keep compiled steps between runs, unless the user has chosen a place already."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
+
+
+def _prompt_list(prompts: Any) -> list[Prompt]:
+    """One prompt or several, as a list."""
+    if isinstance(prompts, str | Mapping) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
+        return [prompts]
+    return list(prompts)
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    try:
+        ids = list(prompt)
+    except TypeError:
+        ids = [prompt]
+    if not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in ids):
+        raise ValueError(f"a prompt is {prompt!r:.60}, it must be text or a list of token ids")
+    return [int(i) for i in ids]

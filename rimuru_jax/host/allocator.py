@@ -1,0 +1,406 @@
+"""Who holds which pages of the pool: allocation of all kinds at once, delayed frees, and the ledger.
+
+    L1  huge pages   stack of free ones; huge page 0 is scratch and never handed out
+    L2  whole pages  expert weights, recurrent states, or a parent that is cut further
+    L3  cut pages    KV, convolution rows
+
+Pages are split on demand, one level at a time, and merge upward as soon as all children of a parent are free. An
+allocation is first decided in numbers and then carried out, so that it happens wholly or not at all. Placement
+(`page_store`) prefers parents the owner already has, then new ones, then another's; only the last is a last resort.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rimuru_jax.host.page_layout import EXPERT, PageLayout
+from rimuru_jax.host.page_store import FREE, NO_UNITS, NOBODY, PENDING, PageStore, Tenant, Units
+
+EXPERTS = -1
+"""Owner of the resident expert pages."""
+BUFFERS = -2
+"""Owner of the loading buffers; what it holds counts as pinned. Sequences are owners from 0 upwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCounts:
+    """Units of one kind: free + used + pinned + cached + pending + cut = total."""
+
+    level: int
+    total: int
+    """Units in all parents split for this kind."""
+    free: int
+    used: int
+    pinned: int
+    """Held by loading buffers."""
+    cached: int
+    """Held for reuse only, evictable."""
+    pending: int
+    """Freed, but not before a later pass."""
+    cut: int
+    """Level 2: pages cut into level-3 pages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Where every page of the pool is: at L1 free + split = all huge pages less scratch."""
+
+    huge_pages: int
+    """All huge pages but scratch."""
+    free_huge_pages: int
+    split_huge_pages: int
+    kinds: dict[str, PageCounts]
+
+
+class PageAllocator:
+    """Hands out the pages of a pool of `num_huge_pages` huge pages, scratch page included.
+
+    Raises ValueError for a pool that is smaller than two huge pages or on which some stride does not fit evenly.
+    """
+
+    def __init__(self, layout: PageLayout, num_huge_pages: int) -> None:
+        multiple = layout.huge_page_multiple
+        if num_huge_pages < 2 or num_huge_pages % multiple:
+            raise ValueError(
+                f"a pool of {num_huge_pages} huge pages was asked for, it needs at least 2 and a multiple of {multiple}: "
+                "take PageLayout.num_huge_pages(page_pool_bytes)"
+            )
+        self.layout = layout
+        self.num_huge_pages = num_huge_pages
+        self._free_huge = list(range(num_huge_pages - 1, 0, -1))
+        self._tenants: dict[int, Tenant] = {}
+        self._index = {placed.kind.name: index for index, placed in enumerate(layout.kinds)}
+        self._stores: list[PageStore] = [None] * len(layout.kinds)  # type: ignore[list-item]
+        for index, placed in sorted(enumerate(layout.kinds), key=lambda item: item[1].kind.level):
+            above = self._free_huge if placed.parent is None else self._stores[self._index[placed.parent]]
+            parents = num_huge_pages if isinstance(above, list) else above.flat.size
+            self._stores[index] = PageStore(index, placed, parents, self._tenants, above)
+        self._level2 = [(store.index, store.units_per_parent) for store in self._stores if store.level == 2]
+        self._level3 = [
+            (store.index, store.units_per_parent, store.above.index)
+            for store in self._stores
+            if isinstance(store.above, PageStore)
+        ]
+        self._expert = self._index.get(EXPERT, -1)
+        self._experts_per_huge = layout.pages_per_huge(EXPERT) if self._expert >= 0 else 1
+        self._pending: deque[list[tuple[PageStore, tuple[Units, Units, Units]]]] = deque()
+
+    @property
+    def free_expert_pages(self) -> int:
+        """Expert-sized pages that can be had right now (huge pages, in a layout without experts)."""
+        loose = self._stores[self._expert].num_free if self._expert >= 0 else 0
+        return loose + self._experts_per_huge * len(self._free_huge)
+
+    @property
+    def returning_expert_pages(self) -> int:
+        """What `free_expert_pages` will grow by when all pending frees have come due and nothing else happens."""
+        leaving: list[list[Units]] = [[] for _ in self._stores]
+        for index, _, above in self._level3:
+            if self._stores[index].num_pending:
+                leaving[above].append(self._stores[index].emptying(NO_UNITS))
+        pages = 0
+        for index, _ in self._level2:
+            store = self._stores[index]
+            cut = np.concatenate([*leaving[index], NO_UNITS])
+            if index == self._expert:
+                pages += store.num_pending + len(cut)
+            elif store.num_pending or len(cut):
+                pages += self._experts_per_huge * len(store.emptying(cut))
+        return pages
+
+    def allocate(self, owner: int, demand: Mapping[str, int]) -> dict[str, npt.NDArray[np.int32]] | None:
+        """Give `owner` units of several kinds, all or nothing.
+
+        Returns for each kind in `demand` the id of the first page of each unit, `[units]`; None, with nothing changed,
+        when they are not to be had. Raises KeyError for unknown kinds and ValueError for negative numbers.
+        """
+        if owner < BUFFERS:
+            raise ValueError(f"owner {owner}: owners are {BUFFERS}, {EXPERTS} and sequences from 0 upwards")
+        wanted = [0] * len(self._stores)
+        for name, units in demand.items():
+            if units < 0:
+                raise ValueError(f"{units} units of {name!r} were asked for, it must not be negative")
+            wanted[self._index[name]] += units
+        tenant = self._tenants.get(owner)
+        plan = self._plan(tenant, wanted)
+        if plan is None:
+            return None
+        if tenant is None:
+            tenant = Tenant(owner, len(self._stores))
+            if any(wanted):
+                self._tenants[owner] = tenant
+        taken = self._carry_out(tenant, wanted, *plan)
+        return {name: self._stores[self._index[name]].page_ids(taken[self._index[name]]) for name in demand}
+
+    def shortfall(self, demands: Sequence[tuple[int, Mapping[str, int]]]) -> int:
+        """Expert-sized pages missing to allocate all `demands` (owner, units by kind), one after another in any order.
+
+        At most 0 when they fit: then minus the `free_expert_pages` that will be left. It is exact for one owner, and
+        for any number of owners that want the same single kind, but for what is left when they fit only with the help
+        of each other's parents (then 0). For several owners and kinds it counts on parents of their own for each, so
+        that it may report a lack where they would just fit, and never the reverse.
+        """
+        merged: dict[int, list[int]] = {}
+        index, size = self._index, len(self._stores)
+        for owner, demand in demands:
+            for name, units in demand.items():
+                if units:
+                    if (row := merged.get(owner)) is None:
+                        row = merged[owner] = [0] * size
+                    row[index[name]] += units
+        if not merged:
+            return -self.free_expert_pages
+        if len(merged) == 1:
+            ((owner, wanted),) = merged.items()
+            plan = self._plan(self._tenants.get(owner), wanted)
+            if plan is None:
+                return self._least_missing(wanted)
+            pages, fresh = plan
+            return self._balance(pages, sum(fresh[i] for i, _ in self._level2 if i != self._expert))
+
+        wanted = np.array(list(merged.values()))  # [owners, kinds]
+        nothing = [0] * size
+        room = np.array([t.room if (t := self._tenants.get(owner)) else nothing for owner in merged])
+        pages = wanted.copy()
+        for i, units_per_parent, above in self._level3:
+            pages[:, above] += -(-np.maximum(wanted[:, i] - room[:, i], 0) // units_per_parent)
+        fresh = [
+            int((-(-np.maximum(pages[:, i] - room[:, i], 0) // per_huge)).sum())
+            for i, per_huge in self._level2
+        ]
+        if sum(fresh) <= len(self._free_huge):
+            others = sum(n for n, (i, _) in zip(fresh, self._level2, strict=True) if i != self._expert)
+            return self._balance(pages.sum(0).tolist(), others)
+        total = wanted.sum(0).tolist()
+        if sum(1 for units in total if units) == 1:
+            return max(0, self._least_missing(total))
+        return self._experts_per_huge * (sum(fresh) - len(self._free_huge))
+
+    def free(self, owner: int, kind: str, ids: npt.ArrayLike, *, delay: int = 0) -> None:
+        """Take back the units of `kind` named by `ids`, at once or at the `delay`-th `begin_pass` from now.
+
+        Raises ValueError, with nothing changed, unless each id is a unit that `owner` holds, named once.
+        """
+        tenant = self._tenant(owner)
+        store = self._stores[self._index[kind]]
+        units = store.units_of(ids)
+        if len(np.unique(units)) < len(units):
+            raise ValueError(f"some {kind!r} unit of owner {owner} is freed twice in one call")
+        theirs = (store.flat[units] == owner) & ~store.cut[units]
+        if not theirs.all():
+            wrong = np.asarray(ids)[~theirs][:4].tolist()
+            raise ValueError(f"owner {owner} does not hold the {kind!r} units {wrong}")
+        i = store.index
+        tenant.units[i] -= len(units)
+        tenant.stale[i] += len(units)
+        if tenant.stale[i] > tenant.units[i] + 256:
+            tenant.held[i], tenant.stale[i] = [self._held(tenant, store, leaving=units)], 0
+        self._vacate(store, units, delay)
+        if not any(tenant.units):
+            del self._tenants[owner]
+
+    def release(self, owner: int, *, delay: int = 0) -> None:
+        """Take back everything `owner` holds. Raises ValueError when it holds nothing."""
+        tenant = self._tenant(owner)
+        held = [(store, self._held(tenant, store)) for store in self._stores if tenant.units[store.index]]
+        for store, units in sorted(held, key=lambda item: -item[0].level):
+            self._vacate(store, units, delay)
+        del self._tenants[owner]
+
+    def begin_pass(self) -> None:
+        """A scheduler pass begins: frees that are due take effect."""
+        if self._pending:
+            for store, freed in self._pending.popleft():
+                store.put(*freed)
+
+    def holds(self, owner: int) -> dict[str, int]:
+        """Units that `owner` holds, by kind."""
+        tenant = self._tenants.get(owner)
+        return {name: tenant.units[index] if tenant else 0 for name, index in self._index.items()}
+
+    def ledger(self) -> Ledger:
+        """How many units of each kind are in which state."""
+        buffers = self.holds(BUFFERS)
+        return Ledger(
+            huge_pages=self.num_huge_pages - 1,
+            free_huge_pages=len(self._free_huge),
+            split_huge_pages=sum(self._stores[index].num_split for index, _ in self._level2),
+            kinds={
+                store.name: PageCounts(
+                    level=store.level,
+                    total=store.num_split * store.units_per_parent,
+                    free=store.num_free,
+                    used=store.num_held - buffers[store.name],
+                    pinned=buffers[store.name],
+                    cached=0,
+                    pending=store.num_pending,
+                    cut=store.num_cut,
+                )
+                for store in self._stores
+            },
+        )
+
+    def check_ledger(self) -> None:
+        """Recount everything from the single pages. Raises AssertionError with the numbers that disagree."""
+        ledger = self.ledger()
+        assert ledger.free_huge_pages + ledger.split_huge_pages == ledger.huge_pages, f"L1: {ledger}"
+        assert len(set(self._free_huge)) == len(self._free_huge) and 0 not in self._free_huge, (
+            "free huge pages"
+        )
+        uses = np.zeros(self.num_huge_pages, np.int64)
+        uses[self._free_huge] += 1
+        uses += sum(self._stores[index].split for index, _ in self._level2)
+        assert (uses == np.r_[0, np.ones(self.num_huge_pages - 1)]).all(), (
+            f"uses of huge pages {uses.tolist()}"
+        )
+        for store in self._stores:
+            counts = ledger.kinds[store.name]
+            inside = store.occupant[store.split]
+            free = int((inside == FREE).sum())
+            pending = int((inside == PENDING).sum())
+            cut = int(store.cut.sum())
+            held = inside.size - free - pending - cut
+            seen = (free, held, pending, cut, inside.size)
+            booked = (counts.free, counts.used + counts.pinned, counts.pending, counts.cut, counts.total)
+            assert seen == booked, (
+                f"{store.name}: (free, held, pending, cut, total) {seen} but booked {booked}"
+            )
+            assert (store.occupant[~store.split] == FREE).all(), (
+                f"{store.name}: a unit outside of split parents"
+            )
+            assert ((store.occupant == FREE).sum(1) * store.split == store.free).all(), f"{store.name}: free"
+            assert ((store.occupant == PENDING).sum(1) == store.pending).all(), f"{store.name}: pending"
+            assert (store.free < store.units_per_parent).all(), f"{store.name}: a free parent was not merged"
+            assert set(store.open) == set(store.free.nonzero()[0].tolist()), f"{store.name}: open parents"
+            owned = store.owner != NOBODY
+            lives = (store.occupant == store.owner[:, None]).any(1)
+            assert (lives | ~owned).all() and not owned[~store.split].any(), (
+                f"{store.name}: owner without units"
+            )
+            if isinstance(store.above, PageStore):
+                agrees = store.above.flat == store.owner
+                assert (agrees | ~store.split).all(), f"{store.name}: owners differ between levels"
+            for tenant in self._tenants.values():
+                mine = int(((store.flat == tenant.owner) & ~store.cut).sum())
+                assert mine == tenant.units[store.index], f"{store.name}: {tenant.owner} holds {mine}"
+                open_parents = (store.owner == tenant.owner) & (store.free > 0)
+                room = int(store.free[open_parents].sum())
+                assert room == tenant.room[store.index], f"{store.name}: {tenant.owner} has room for {room}"
+                assert set(tenant.open[store.index]) == set(open_parents.nonzero()[0].tolist()), store.name
+
+    def _tenant(self, owner: int) -> Tenant:
+        tenant = self._tenants.get(owner)
+        if tenant is None:
+            raise ValueError(f"owner {owner} holds no pages")
+        return tenant
+
+    def _plan(self, tenant: Tenant | None, wanted: list[int]) -> tuple[list[int], list[int]] | None:
+        """Decide an allocation in numbers; None when it cannot be had.
+
+        Returns, by kind, the units to take including parents for level-3 kinds, and the fresh parents to open.
+        """
+        room = tenant.room if tenant else [0] * len(wanted)
+        pages, fresh, num_free = wanted.copy(), [0] * len(wanted), len(self._free_huge)
+        for i, units_per_parent, above in self._level3:
+            if wanted[i] > room[i]:
+                fresh[i] = -(-(wanted[i] - room[i]) // units_per_parent)
+                pages[above] += fresh[i]
+        for i, per_huge in self._level2:
+            if pages[i] > room[i]:
+                fresh[i] = -(-(pages[i] - room[i]) // per_huge)
+                num_free -= fresh[i]
+        if num_free >= 0:
+            return pages, fresh
+
+        # Not everything as it should be: begin with the fewest new pages, then come as near as the free ones go.
+        wish, (pages, fresh) = fresh, self._least(wanted)
+        num_free = len(self._free_huge) - sum(fresh[i] for i, _ in self._level2)
+        if num_free < 0:
+            return None
+        per_huge = dict(self._level2)
+        for i, _, above in self._level3:
+            spare = self._stores[above].num_free + fresh[above] * per_huge[above] - pages[above]
+            more = min(wish[i] - fresh[i], spare + num_free * per_huge[above])
+            huge = max(0, -(-(more - spare) // per_huge[above]))
+            fresh[i] += more
+            pages[above] += more
+            fresh[above] += huge
+            num_free -= huge
+        for i, units_per_huge in self._level2:
+            more = min(max(0, -(-(pages[i] - room[i]) // units_per_huge)) - fresh[i], num_free)
+            fresh[i] += more
+            num_free -= more
+        return pages, fresh
+
+    def _least(self, wanted: list[int]) -> tuple[list[int], list[int]]:
+        """Like `_plan`, the fewest parents that do when every free unit is used, whosever parent it is in."""
+        pages, fresh = wanted.copy(), [0] * len(wanted)
+        for i, units_per_parent, above in self._level3:
+            fresh[i] = max(0, -(-(wanted[i] - self._stores[i].num_free) // units_per_parent))
+            pages[above] += fresh[i]
+        for i, per_huge in self._level2:
+            fresh[i] = max(0, -(-(pages[i] - self._stores[i].num_free) // per_huge))
+        return pages, fresh
+
+    def _least_missing(self, wanted: list[int]) -> int:
+        """Expert-sized pages missing for units in all, by kind, when every free unit is used."""
+        pages, fresh = self._least(wanted)
+        others = sum(fresh[i] for i, _ in self._level2 if i != self._expert)
+        lacking = others - len(self._free_huge)
+        if lacking <= 0 or self._expert < 0:
+            return self._balance(pages, others)
+        loose = self._stores[self._expert].num_free  # no help for kinds that need whole huge pages
+        return lacking * self._experts_per_huge + max(0, pages[self._expert] - loose)
+
+    def _balance(self, pages: list[int], other_huge: int) -> int:
+        """Expert-sized pages to take less those that are free."""
+        experts = pages[self._expert] if self._expert >= 0 else 0
+        return experts + self._experts_per_huge * other_huge - self.free_expert_pages
+
+    def _carry_out(
+        self, tenant: Tenant, wanted: list[int], pages: list[int], fresh: list[int]
+    ) -> list[Units]:
+        """Take what `_plan` has decided. Returns the units of each kind."""
+        taken = [NO_UNITS] * len(wanted)
+        parents = taken.copy()
+        for i, _ in self._level2:
+            if pages[i]:
+                huge = NO_UNITS
+                if fresh[i]:
+                    huge = np.array(self._free_huge[: -fresh[i] - 1 : -1])
+                    del self._free_huge[-fresh[i] :]
+                parents[i] = self._stores[i].take(tenant, pages[i], huge)
+                taken[i], parents[i] = parents[i][: wanted[i]], parents[i][wanted[i] :]
+        for i, _, above in self._level3:
+            if wanted[i]:
+                opened = NO_UNITS
+                if fresh[i]:
+                    opened, parents[above] = parents[above][: fresh[i]], parents[above][fresh[i] :]
+                    self._stores[above].cut[opened] = True
+                    self._stores[above].num_cut += fresh[i]
+                taken[i] = self._stores[i].take(tenant, wanted[i], opened)
+        for i, units in enumerate(taken):
+            if wanted[i]:
+                tenant.units[i] += wanted[i]
+                tenant.held[i].append(units)
+                self._stores[i].num_held += wanted[i]
+        return taken
+
+    def _held(self, tenant: Tenant, store: PageStore, leaving: Units | None = None) -> Units:
+        """The units of a kind that `tenant` holds, less those about to leave."""
+        units = np.concatenate(tenant.held[store.index])
+        if tenant.stale[store.index]:
+            units = np.unique(units)
+            units = units[(store.flat[units] == tenant.owner) & ~store.cut[units]]
+        return units if leaving is None else np.setdiff1d(units, leaving, assume_unique=True)
+
+    def _vacate(self, store: PageStore, units: Units, delay: int) -> None:
+        store.num_held -= len(units)
+        freed = store.vacate(units, later=delay > 0)
+        if delay > 0:
+            while len(self._pending) < delay:
+                self._pending.append([])
+            self._pending[delay - 1].append((store, freed))

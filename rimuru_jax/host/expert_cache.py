@@ -1,0 +1,297 @@
+"""Which experts live in the page pool, on which pages, and what the next step is shown of them.
+
+pass p       expand: pages are taken and the copy is listed in step p      shrink: gone from the table of step p
+step p       reads the expert where it was (loading buffer or host)        no longer reads the pages
+pass p + 1   the table shows the pages                                     pages come back after `reclaim_delay`
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from rimuru_jax.host.allocator import BUFFERS, EXPERTS, PageAllocator
+from rimuru_jax.host.hotset import HotsetProfile
+from rimuru_jax.host.page_layout import EXPERT, format_bytes
+
+HOST = -1
+"""In an expert table: read this matrix from page-locked host memory."""
+
+
+class ExpertCopy(NamedTuple):
+    """One expert to copy from host memory into the pool: page ids of its matrices, in order."""
+
+    layer: int
+    expert: int
+    pages: tuple[int, ...]
+
+
+class ResidencyPolicy(Protocol):
+    """What is worth keeping in the pool."""
+
+    version: int
+    """Changes whenever `scores` would."""
+
+    def scores(self) -> np.ndarray:
+        """float64[L, E]: higher is more worth keeping. Ties go to the lower expert id, then the lower layer."""
+        ...
+
+    def observe(self, counts: np.ndarray) -> None:
+        """Learn from the router counts `int[L, E]` of one step."""
+        ...
+
+
+class HotsetPolicy:
+    """Static: the routing probabilities of an offline profile."""
+
+    def __init__(self, profile: HotsetProfile):
+        self.version = 0
+        self._scores = profile.probabilities()
+
+    def scores(self) -> np.ndarray:
+        return self._scores
+
+    def observe(self, counts: np.ndarray) -> None:
+        del counts
+
+
+class LruPolicy:
+    """Learning: the step of an expert's last use; among equals the profile's probability (always below 1) decides."""
+
+    def __init__(self, profile: HotsetProfile):
+        self.version = 0
+        self._probabilities = np.minimum(profile.probabilities(), 0.5)
+        self._last_use = np.zeros(self._probabilities.shape)
+
+    def scores(self) -> np.ndarray:
+        return self._last_use + self._probabilities
+
+    def observe(self, counts: np.ndarray) -> None:
+        self.version += 1
+        self._last_use[counts > 0] = self.version
+
+
+def residency_policy(name: str, profile: HotsetProfile) -> ResidencyPolicy:
+    """The policy that `expert_cache_policy` names: "hotset" or "lru"."""
+    policies = {"hotset": HotsetPolicy, "lru": LruPolicy}
+    if name not in policies:
+        raise ValueError(
+            f"expert_cache_policy is {name!r}, it must be one of {', '.join(map(repr, policies))}"
+        )
+    return policies[name](profile)
+
+
+class ExpertCache:
+    """Owns the pages of resident experts and of the loading buffers, and the expert table.
+
+    Every layer keeps at least `floor` = num_experts - expert_offload_limit experts resident once `fill` has run. Two
+    sets of loading buffers, `buffer_experts` experts each (never more than may be away), are taken from the allocator
+    here and stay; layer l uses set l % 2.
+
+    Attributes:
+      table: int32[L, E, m], page id or HOST per matrix: resident experts only, as the next step sees them.
+      resident: bool[L, E], experts shown in `table`.
+      buffer_pages: int32[2, B, m], pages of the loading buffers.
+      version: changes whenever `step_tables` would return something else.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_experts: int,
+        matrices: int,
+        allocator: PageAllocator,
+        policy: ResidencyPolicy,
+        expert_offload_limit: int,
+        buffer_experts: int,
+        reclaim_delay: int = 1,
+    ):
+        if not 0 <= expert_offload_limit <= num_experts:
+            raise ValueError(
+                f"expert_offload_limit is {expert_offload_limit}, "
+                f"it must be between 0 and the {num_experts} experts of a layer"
+            )
+        if policy.scores().shape != (num_layers, num_experts):
+            raise ValueError(
+                f"the residency policy ranks experts of shape {policy.scores().shape}, "
+                f"the model has {(num_layers, num_experts)}"
+            )
+        self.matrices = matrices
+        self.floor = num_experts - expert_offload_limit
+        self.buffer_experts = min(buffer_experts, expert_offload_limit)
+        self.table = np.full((num_layers, num_experts, matrices), HOST, np.int32)
+        self.resident = np.zeros((num_layers, num_experts), bool)
+        self.version = 0
+        self._allocator = allocator
+        self._policy = policy
+        self._reclaim_delay = reclaim_delay
+        self._per_layer = np.zeros(num_layers, np.int64)  # resident experts of each layer
+        self._held = self.resident.copy()  # resident, or copied in the step being planned
+        self._arriving: list[ExpertCopy] = []
+        self._effective = self.table.copy()
+        self._loads = np.full((num_layers, self.buffer_experts), -1, np.int32)
+        self._stale_layers = np.ones(num_layers, bool)  # rows of _effective and _loads to be made anew
+        self._ranked: tuple[int, np.ndarray] | None = None
+        self.buffer_pages = self._take_buffers()
+
+    @property
+    def floor_pages(self) -> int:
+        """Expert pages held when every layer is at its floor, loading buffers included."""
+        return len(self.resident) * self.floor * self.matrices + self.buffer_pages.size
+
+    @property
+    def shrinkable_experts(self) -> int:
+        """Resident experts above the floor of their layers."""
+        return int(np.maximum(self._per_layer - self.floor, 0).sum())
+
+    @property
+    def shrinkable_pages(self) -> int:
+        """Expert pages that giving up all shrinkable experts would return."""
+        return self.shrinkable_experts * self.matrices
+
+    @property
+    def resident_experts(self) -> int:
+        """Experts shown in `table`."""
+        return int(self._per_layer.sum())
+
+    @property
+    def absent_experts(self) -> int:
+        """Experts that hold no pages."""
+        return int(self._held.size - np.count_nonzero(self._held))
+
+    def fill(self, keep_free_pages: int) -> list[ExpertCopy]:
+        """Start-up: make experts resident, most probable first, and return the copies to do before the first step.
+
+        Every layer gets its floor in any case; beyond it, as many experts as leave `keep_free_pages` expert-sized
+        pages free. Raises ValueError when the floor does not fit.
+        """
+        layers, experts = self.resident.shape
+        order = self._order()
+        per_layer = order[np.argsort(order // experts, kind="stable")].reshape(layers, experts)
+        floor = per_layer[:, : self.floor].ravel()
+        above = order[~np.isin(order, floor)]
+        free = self._allocator.free_expert_pages
+        extra = max(0, (free - keep_free_pages) // self.matrices - len(floor))
+        chosen = np.concatenate([floor, above[:extra]])
+        copies = self._take(chosen)
+        if copies is None:
+            page = self._allocator.layout[EXPERT].stride_bytes
+            need = len(floor) * self.matrices
+            raise ValueError(
+                f"{self.floor} of {experts} experts per layer must be resident, which takes {need} pages "
+                f"({format_bytes(need * page)}) of the {free} ({format_bytes(free * page)}) left in the pool: "
+                "raise page_pool_bytes or expert_offload_limit"
+            )
+        self._show(copies)
+        return copies
+
+    def begin_pass(self) -> None:
+        """Show the experts whose copies the previous pass listed."""
+        if self._arriving:
+            self._show(self._arriving)
+            self._arriving = []
+
+    def expand(self, n: int) -> list[ExpertCopy]:
+        """Take pages for the `n` most probable absent experts; shown in the table from the next pass on.
+
+        Returns the copies for the step being planned; none when fewer experts are absent or fewer pages are free.
+        """
+        order = self._order()
+        absent = order[~self._held.ravel()[order]][:n]
+        copies = self._take(absent) if len(absent) == n else None
+        self._arriving += copies or []
+        return copies or []
+
+    def shrink(self, n: int) -> int:
+        """Give up the `n` least probable resident experts that are above their layer's floor; return how many."""
+        experts = self.resident.shape[1]
+        spare = self._per_layer - self.floor
+        last = self._order()[::-1]
+        candidates = last[(self.resident & (spare > 0)[:, None]).ravel()[last]]
+        victims: list[int] = []
+        for candidate in candidates:
+            if len(victims) == n:
+                break
+            if spare[candidate // experts] > 0:
+                spare[candidate // experts] -= 1
+                victims.append(candidate)
+        if victims:
+            where = np.divmod(np.array(victims), experts)
+            self._allocator.free(EXPERTS, EXPERT, self.table[where].ravel(), delay=self._reclaim_delay)
+            self.table[where] = HOST
+            self.resident[where] = self._held[where] = False
+            self._per_layer = self.resident.sum(axis=1)
+            self._stale_layers[where[0]] = True
+            self.version += 1
+        return len(victims)
+
+    def observe(self, counts: np.ndarray) -> None:
+        """Pass the router counts `int[L, E]` of a step to the policy."""
+        self._policy.observe(counts)
+
+    def step_tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """What the step being planned reads, as copies.
+
+        Returns:
+          int32[L, E, m]: `table` with the loading buffers overlaid.
+          int32[L, B]: experts to copy into set l % 2 before layer l computes, -1 where there are fewer: the absent
+            experts of the layer, most probable first. Absent experts beyond B are read from the host in place. The
+            order of a policy that learns is taken when the residency of the layer changes.
+        """
+        for layer in np.flatnonzero(self._stale_layers).tolist():
+            order = np.argsort(-self._policy.scores()[layer], kind="stable")
+            away = order[~self.resident[layer, order]][: self.buffer_experts]
+            self._loads[layer] = -1
+            self._loads[layer, : len(away)] = away
+            self._effective[layer] = self.table[layer]
+            self._effective[layer, away] = self.buffer_pages[layer % 2, : len(away)]
+        self._stale_layers[:] = False
+        return self._effective.copy(), self._loads.copy()
+
+    def _take_buffers(self) -> np.ndarray:
+        shape = (2, self.buffer_experts, self.matrices)
+        need = 2 * self.buffer_experts * self.matrices
+        if not need:
+            return np.zeros(shape, np.int32)
+        free = self._allocator.free_expert_pages
+        ids = self._allocator.allocate(BUFFERS, {EXPERT: need})
+        if ids is None:
+            page = self._allocator.layout[EXPERT].stride_bytes
+            raise ValueError(
+                f"two loading buffers of {self.buffer_experts} experts take {need} pages "
+                f"({format_bytes(need * page)}), but the pool has {free}: "
+                "raise page_pool_bytes or lower loading_buffer_experts"
+            )
+        return ids[EXPERT].reshape(shape).astype(np.int32)
+
+    def _order(self) -> np.ndarray:
+        """All experts as layer * E + expert, most worth keeping first."""
+        if self._ranked is None or self._ranked[0] != self._policy.version:
+            layers, experts = self.resident.shape
+            expert, layer = np.divmod(np.argsort(-self._policy.scores().T, axis=None, kind="stable"), layers)
+            self._ranked = (self._policy.version, layer * experts + expert)
+        return self._ranked[1]
+
+    def _take(self, chosen: np.ndarray) -> list[ExpertCopy] | None:
+        """Pages for the chosen experts (layer * E + expert), all or none."""
+        if not len(chosen):
+            return []
+        ids = self._allocator.allocate(EXPERTS, {EXPERT: len(chosen) * self.matrices})
+        if ids is None:
+            return None
+        layers, experts = np.divmod(chosen, self.resident.shape[1])
+        self._held[layers, experts] = True
+        pages = ids[EXPERT].reshape(-1, self.matrices).tolist()
+        return [
+            ExpertCopy(layer, expert, tuple(page))
+            for layer, expert, page in zip(layers.tolist(), experts.tolist(), pages, strict=True)
+        ]
+
+    def _show(self, copies: Iterable[ExpertCopy]) -> None:
+        for layer, expert, pages in copies:
+            self.table[layer, expert] = pages
+            self.resident[layer, expert] = True
+            self._stale_layers[layer] = True
+        self._per_layer = self.resident.sum(axis=1)
+        self.version += 1

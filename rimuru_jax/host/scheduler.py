@@ -1,0 +1,512 @@
+"""Continuous batching over one page pool: which tokens the next step computes, and who gives up pages for them.
+
+One pass, in this order:
+
+    1. pages whose reclaim delay is over become free; experts copied by the last step are shown
+    2. running requests that cross a page boundary take their pages, the rest of an L2 page at once while there is room;
+       who cannot skips this pass while pages that are returning or could be shrunk cover it, otherwise the youngest of
+       the lowest priority is preempted
+    3. decodes, then chunks of running prompts, are planned
+    4. the head of the queue is admitted while tokens, slots and pages last: pages for all its tokens or none
+    5. one signed balance of pages moves the residency of experts (`memory_policy="elastic"` only)
+
+Every pass plans tokens, frees pages, waits for a named event, or fails one request with a reason.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from rimuru_jax.host.adjuster import AdjusterState, PageBalance, decide
+from rimuru_jax.host.allocator import BUFFERS, EXPERTS, PageAllocator
+from rimuru_jax.host.expert_cache import ExpertCache, ExpertCopy
+from rimuru_jax.host.metrics import Metrics
+from rimuru_jax.host.page_layout import EXPERT, format_bytes
+from rimuru_jax.host.page_tables import PageTables
+from rimuru_jax.host.request import Request, RequestStatus
+
+UNLIMITED = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of a pass.
+
+    Attributes:
+      max_num_seqs: requests that run at once.
+      max_num_batched_tokens: tokens in one step; at least `max_num_seqs`, so that decodes always fit.
+      max_model_len: tokens of one request, prompt and output together.
+      policy: "fcfs" ignores priorities; "priority" serves lower values first, then by arrival.
+      memory_policy: "static" keeps all experts resident, "fixed" keeps every layer at its floor, "elastic" moves
+        residency with the load.
+      reclaim_delay: passes after which freed pages and slots may be handed out again, at least 1.
+      expand_patience: see `adjuster.decide`.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    memory_policy: Literal["static", "fixed", "elastic"] = "elastic"
+    reclaim_delay: int = 1
+    expand_patience: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, it must be at least "
+                f"max_num_seqs ({self.max_num_seqs}) so that every running request can decode"
+            )
+        if self.policy not in ("fcfs", "priority"):
+            raise ValueError(f"scheduling policy is {self.policy!r}, it must be 'fcfs' or 'priority'")
+        if self.memory_policy not in ("static", "fixed", "elastic"):
+            raise ValueError(
+                f"memory_policy is {self.memory_policy!r}, it must be 'static', 'fixed' or 'elastic'"
+            )
+        if self.reclaim_delay < 1:
+            raise ValueError(f"reclaim_delay is {self.reclaim_delay} passes, it must be at least 1")
+
+
+class ScheduledChunk(NamedTuple):
+    """Consecutive tokens of one request in one step.
+
+    `start` is the position of the first. `samples`: the chunk ends at the last token, so its logits give the next one.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What one step computes, and what happened while it was planned.
+
+    Attributes:
+      step: number of the pass, from 1.
+      chunks: decodes first; at most one chunk per request.
+      expert_copies: experts to copy into the pool within this step; the next pass shows them in the table.
+      waiting_for: why `chunks` is empty although requests are unfinished: "reclaim" (pages or slots are returning) or
+        "tokens" (sampled tokens have not been delivered); None otherwise.
+      preempted: requests whose pages were taken away; they wait again.
+      rejected: requests that were finished with "error" because no pages can ever serve them.
+    """
+
+    step: int
+    chunks: tuple[ScheduledChunk, ...]
+    expert_copies: tuple[ExpertCopy, ...] = ()
+    waiting_for: Literal["reclaim", "tokens"] | None = None
+    preempted: tuple[Request, ...] = ()
+    rejected: tuple[Request, ...] = ()
+
+
+class Scheduler:
+    """Owns the queue, the slots and the pages of requests; moves experts through `expert_cache`.
+
+    Planning runs ahead of the device: `schedule` counts planned tokens as computed and the token to come as in flight,
+    `update` delivers its value later. Plans must be executed and delivered in order.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        allocator: PageAllocator,
+        page_tables: PageTables,
+        expert_cache: ExpertCache,
+        metrics: Metrics,
+    ):
+        self.config = config
+        self.running: list[Request] = []  # most important first
+        self.waiting: list[Request] = []
+        self._allocator = allocator
+        self._tables = page_tables
+        self._cache = expert_cache
+        self._metrics = metrics
+        self._requests: dict[str, Request] = {}
+        self._step = 0
+        self._adjuster = AdjusterState()
+        self._last_move = 0  # sign of the last change of residency
+        self._free_slots = list(range(config.max_num_seqs))[::-1]
+        self._returning_slots: deque[tuple[int, int]] = deque()  # (pass from which it is free, slot)
+        self._returned_by = 0  # pass by which everything freed so far is free
+        # Per slot, in tokens: computed; covered by the pages held; computed when the last token has been sampled.
+        self._computed = np.zeros(config.max_num_seqs, np.int64)
+        self._covered = np.zeros(config.max_num_seqs, np.int64)
+        self._final = np.zeros(config.max_num_seqs, np.int64)
+        self._decoding = np.zeros(
+            config.max_num_seqs, bool
+        )  # all known tokens are planned: one more per pass
+        self._by_slot: list[Request | None] = [None] * config.max_num_seqs
+        self._kinds = allocator.layout.sequence_kinds
+        self._token_kinds = tuple(placed for placed in self._kinds if placed.kind.page_tokens)
+        self._page_tokens = max((placed.kind.page_tokens for placed in self._token_kinds), default=1)
+        self._parent_tokens = min(
+            (
+                placed.kind.page_tokens * max(1, placed.units_per_parent // placed.tables)
+                for placed in self._token_kinds
+            ),
+            default=1,
+        )
+        # An allocator that holds nothing but the floor of residency: what a request could ever get when alone.
+        self._at_floor = PageAllocator(allocator.layout, allocator.num_huge_pages)
+        self._at_floor.allocate(BUFFERS, {EXPERT: expert_cache.buffer_pages.size})
+        self._at_floor.allocate(EXPERTS, {EXPERT: expert_cache.floor_pages - expert_cache.buffer_pages.size})
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises ValueError when it can never be served: the message has the numbers and the knob.
+        """
+        config = self.config
+        if request.request_id in self._requests:
+            raise ValueError(f"request_id {request.request_id!r} is in use by an unfinished request")
+        if not 1 <= len(request.prompt_token_ids) < config.max_model_len:
+            raise ValueError(
+                f"the prompt of request {request.request_id!r} has {len(request.prompt_token_ids)} tokens, it must "
+                f"have at least 1 and leave room for one more below max_model_len ({config.max_model_len})"
+            )
+        if request.max_tokens < 1:
+            raise ValueError(f"max_tokens is {request.max_tokens}, it must be at least 1")
+        tokens = request.length_limit(config.max_model_len) - 1
+        short = self._at_floor.shortfall([(request.handle, self._demand(tokens))])
+        if short > 0:
+            page = self._allocator.layout[EXPERT].stride_bytes
+            capacity = self._at_floor.free_expert_pages
+            raise ValueError(
+                f"request {request.request_id!r} needs {capacity + short} pages "
+                f"({format_bytes((capacity + short) * page)}) for its {tokens} tokens, but with "
+                f"{self._cache.floor} resident experts per layer the pool gives at most {capacity} "
+                f"({format_bytes(capacity * page)}): raise page_pool_bytes or expert_offload_limit, "
+                "or lower max_model_len"
+            )
+        self._requests[request.request_id] = request
+        self._enqueue(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Finish a request in whatever phase it is; False when no unfinished request has that id."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self.finish(request, "abort")
+        return True
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request: its pages and slot return after the reclaim delay, tokens still in flight are dropped."""
+        del self._requests[request.request_id]
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self._release(request)
+        else:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        counter, name = _ENDINGS.get(reason, _ENDINGS["stop"])
+        self._metrics.add(counter)
+        self._metrics.event(self._step, name, request=request.request_id, reason=reason)
+
+    def update(self, plan: StepPlan, tokens: Sequence[int]) -> list[Request]:
+        """Deliver the sampled tokens of a step.
+
+        Args:
+          plan: the step; steps are delivered in the order in which they were planned.
+          tokens: one per chunk of the plan; the values of chunks that do not sample are ignored.
+
+        Returns the unfinished requests that got a token: the caller decides which of them are finished.
+        """
+        advanced = []
+        for chunk, token in zip(plan.chunks, tokens, strict=True):
+            request = chunk.request
+            if chunk.samples and request.status is not RequestStatus.FINISHED:
+                request.num_in_flight -= 1
+                request.output_token_ids.append(int(token))
+                advanced.append(request)
+        self._metrics.add("generation_tokens", len(advanced))
+        return advanced
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def schedule(self) -> StepPlan:
+        """Plan the next step: one pass."""
+        self._step += 1
+        self._allocator.begin_pass()
+        self._cache.begin_pass()
+        while self._returning_slots and self._returning_slots[0][0] <= self._step:
+            self._free_slots.append(self._returning_slots.popleft()[1])
+
+        lacking, preempted, rejected = self._grow()
+        chunks, budget = self._plan_running(lacking)
+        if not lacking and not preempted:
+            self._admit(chunks, budget)
+        copies = self._adjust() if self.config.memory_policy == "elastic" else []
+
+        waiting_for = None
+        if not chunks and self._requests:
+            waiting_for = self._waiting_for()
+            if waiting_for is None and not rejected:
+                rejected.append(self.waiting[0])
+                self.finish(self.waiting[0], "error")
+        self._count(waiting_for)
+        return StepPlan(
+            step=self._step,
+            chunks=tuple(chunks),
+            expert_copies=tuple(copies),
+            waiting_for=waiting_for,
+            preempted=tuple(preempted),
+            rejected=tuple(rejected),
+        )
+
+    def _grow(self) -> tuple[set[Request], list[Request], list[Request]]:
+        """Pages for requests whose next token starts a page: who skips this pass, was preempted, was rejected."""
+        lacking: dict[Request, tuple[int, Mapping[str, int]]] = {}
+        preempted: list[Request] = []
+        rejected: list[Request] = []
+        growing = self._growing()
+        roomy = self._allocator.free_expert_pages >= len(growing) * len(self._token_kinds)
+        for request in sorted(growing, key=self._key):
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            if roomy and self._take(request, self._growth(request, self._to_fill_parent(request))):
+                continue
+            demand = self._growth(request, 1)
+            if self._take(request, demand):
+                continue
+            lacking[request] = (request.handle, demand)
+            while request in lacking and not self._reclaimable(list(lacking.values())):
+                victim = self._youngest()
+                if victim is None:
+                    self.finish(request, "error")
+                    rejected.append(request)
+                    victim = request
+                else:
+                    self._preempt(victim)
+                    preempted.append(victim)
+                lacking.pop(victim, None)
+        for request in lacking:
+            self._metrics.add("awaiting_reclaim")
+            self._metrics.event(self._step, "awaiting_reclaim", request=request.request_id)
+        return set(lacking), preempted, rejected
+
+    def _plan_running(self, lacking: set[Request]) -> tuple[list[ScheduledChunk], int]:
+        """Decodes, then prompts in order; also returns the tokens left of the budget."""
+        ready = self._decoding & (self._computed < self._final)
+        ready[[request.slot for request in lacking]] = False
+        slots = np.flatnonzero(ready)
+        starts = self._computed[slots].tolist()
+        self._computed[slots] += 1
+        chunks: list[ScheduledChunk] = []
+        for slot, start in zip(slots.tolist(), starts, strict=True):
+            request: Request = self._by_slot[slot]  # type: ignore[assignment]
+            request.num_computed_tokens = start + 1
+            request.num_in_flight += 1
+            chunks.append(ScheduledChunk(request, start, 1, True))
+        budget = self.config.max_num_batched_tokens - len(chunks)
+        if len(self.running) > np.count_nonzero(self._decoding):
+            for request in self.running:
+                if budget and not self._decoding[request.slot]:
+                    chunks.append(self._prompt_chunk(request, budget))
+                    budget -= chunks[-1].num_tokens
+        return chunks, budget
+
+    def _admit(self, chunks: list[ScheduledChunk], budget: int) -> None:
+        """Admit heads of the queue while tokens, slots and pages last."""
+        while self.waiting and budget and self._free_slots:
+            request = self.waiting[0]
+            if request.num_in_flight or not self._has_headroom(request):
+                return
+            slot = self._free_slots[-1]
+            if not self._take(request, self._demand(request.num_tokens), slot):
+                return
+            self._free_slots.pop()
+            self.waiting.pop(0)
+            insort(self.running, request, key=self._key)
+            request.status = RequestStatus.RUNNING
+            self._by_slot[slot] = request
+            self._final[slot] = request.length_limit(self.config.max_model_len) - 1
+            self._metrics.event(self._step, "admitted", request=request.request_id, tokens=request.num_tokens)
+            chunks.append(self._prompt_chunk(request, budget))
+            budget -= chunks[-1].num_tokens
+
+    def _adjust(self) -> list[ExpertCopy]:
+        """Move residency by this pass's balance; returns the copies of experts taken back."""
+        allocator, cache, metrics = self._allocator, self._cache, self._metrics
+        free, returning = allocator.free_expert_pages, allocator.returning_expert_pages
+        shrinkable = cache.shrinkable_experts
+        short = None
+        if self.waiting and (self._free_slots or self._returning_slots):
+            short = allocator.shortfall(self._demands_with(self.waiting[0]))
+            if self.running and short > returning + shrinkable * cache.matrices:
+                short = None  # all experts would not do: it waits for completions
+        if short is None:
+            short = allocator.shortfall(self._next_demands())
+        balance = PageBalance(
+            free=free,
+            returning=returning,
+            demand=free + short,
+            shrinkable=shrinkable,
+            absent=cache.absent_experts,
+        )
+        decision = decide(
+            balance, self._adjuster, matrices=cache.matrices, expand_patience=self.config.expand_patience
+        )
+        self._adjuster = decision.state
+        metrics.set("adjuster_r_b", balance.shortage)
+        metrics.set("adjuster_f_b", balance.surplus)
+        shrunk = cache.shrink(-decision.experts) if decision.experts < 0 else 0
+        copies = cache.expand(decision.experts) if decision.experts > 0 else []
+        if shrunk:
+            self._returned_by = self._step + self.config.reclaim_delay
+        if shrunk or copies:
+            name, counter = ("shrink", "expert_shrinks") if shrunk else ("expand", "expert_expansions")
+            experts = shrunk or len(copies)
+            metrics.add(counter, experts)
+            metrics.event(self._step, name, experts=experts, r_b=balance.shortage, f_b=balance.surplus)
+            move = -1 if shrunk else 1
+            metrics.add("expert_reversals", int(move == -self._last_move))
+            self._last_move = move
+        return copies
+
+    def _waiting_for(self) -> Literal["reclaim", "tokens"] | None:
+        """The event an empty pass waits for; None when there is none, so that the head cannot be served."""
+        if self._step < self._returned_by:
+            return "reclaim"
+        if self.running or self.waiting[0].num_in_flight:
+            return "tokens"
+        return None
+
+    def _key(self, request: Request) -> tuple[int, int]:
+        return (request.priority if self.config.policy == "priority" else 0, request.arrival)
+
+    def _enqueue(self, request: Request) -> None:
+        insort(self.waiting, request, key=self._key)
+
+    def _growing(self) -> list[Request]:
+        """Running requests whose next token has no page yet."""
+        slots = np.flatnonzero((self._computed >= self._covered) & (self._computed < self._final))
+        return [request for slot in slots.tolist() if (request := self._by_slot[slot]) is not None]
+
+    def _demand(self, num_tokens: int) -> dict[str, int]:
+        """Units of every kind for a request of `num_tokens` tokens that holds nothing."""
+        return {placed.kind.name: placed.units_for(num_tokens) for placed in self._kinds}
+
+    def _growth(self, request: Request, ahead: int) -> dict[str, int]:
+        """Units a running request lacks to compute `ahead` more tokens."""
+        tokens = min(request.num_computed_tokens + ahead, int(self._final[request.slot]))
+        demand = {}
+        for placed in self._token_kinds:
+            name = placed.kind.name
+            held = int(self._tables.lengths(name)[request.slot]) * placed.tables
+            if (units := placed.units_for(tokens)) > held:
+                demand[name] = units - held
+        return demand
+
+    def _to_fill_parent(self, request: Request) -> int:
+        """Tokens up to the end of the L2 page that the next token's page is cut from, which is its own anyway."""
+        return self._parent_tokens - request.num_computed_tokens % self._parent_tokens
+
+    def _next_demands(self) -> list[tuple[int, dict[str, int]]]:
+        """What running requests lack now or need in the next pass."""
+        return [(request.handle, self._growth(request, 1)) for request in self._growing()]
+
+    def _demands_with(self, head: Request) -> list[tuple[int, dict[str, int]]]:
+        """What must fit for the head of the queue to be admitted beside the running requests.
+
+        Each time it was preempted doubles the tokens all of them must be able to grow by: between two preemptions of
+        one request lies twice the progress of the time before, so that recomputation is bounded.
+        """
+        if head.num_preemptions == 0:
+            return [*self._next_demands(), (head.handle, self._demand(head.num_tokens))]
+        ahead = self._page_tokens << min(head.num_preemptions, 20)
+        demands = [(request.handle, self._growth(request, ahead)) for request in self.running]
+        tokens = min(head.num_tokens + ahead, head.length_limit(self.config.max_model_len) - 1)
+        return [*demands, (head.handle, self._demand(tokens))]
+
+    def _has_headroom(self, head: Request) -> bool:
+        return not self.running or self._allocator.shortfall(self._demands_with(head)) <= 0
+
+    def _reclaimable(self, demands: Sequence[tuple[int, Mapping[str, int]]]) -> bool:
+        """Whether free, returning and shrinkable pages together cover the demands."""
+        coming = self._allocator.returning_expert_pages + self._cache.shrinkable_pages
+        return self._allocator.shortfall(demands) <= coming
+
+    def _take(self, request: Request, demand: Mapping[str, int], slot: int | None = None) -> bool:
+        """Pages for a request, entered in its tables; False, and nothing changed, when they are short."""
+        units = self._allocator.allocate(request.handle, demand)
+        if units is None:
+            return False
+        if slot is not None:
+            request.slot = slot
+        self._tables.append(request.slot, units)
+        self._covered[request.slot] = min(
+            (
+                int(self._tables.lengths(placed.kind.name)[request.slot]) * placed.kind.page_tokens
+                for placed in self._token_kinds
+            ),
+            default=UNLIMITED,
+        )
+        return True
+
+    def _youngest(self) -> Request | None:
+        """The youngest running request of the lowest priority, the oldest of all excepted."""
+        oldest = min(self.running, key=lambda request: request.arrival)
+        return next((request for request in reversed(self.running) if request is not oldest), None)
+
+    def _preempt(self, request: Request) -> None:
+        self._metrics.add("num_preemptions")
+        self._metrics.add("recomputed_tokens", request.num_computed_tokens)
+        self._metrics.event(
+            self._step, "preempted", request=request.request_id, tokens=request.num_computed_tokens
+        )
+        self.running.remove(request)
+        self._release(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self._enqueue(request)
+
+    def _release(self, request: Request) -> None:
+        """Give back the pages and the slot of a request that no longer runs."""
+        slot, delay = request.slot, self.config.reclaim_delay
+        self._allocator.release(request.handle, delay=delay)
+        self._tables.clear(slot)
+        self._returned_by = self._step + delay
+        self._returning_slots.append((self._returned_by, slot))
+        self._by_slot[slot] = None
+        self._computed[slot] = self._covered[slot] = self._final[slot] = self._decoding[slot] = 0
+        request.slot = -1
+
+    def _prompt_chunk(self, request: Request, budget: int) -> ScheduledChunk:
+        """Plan up to `budget` of the known tokens that are not computed yet; after the last one it decodes."""
+        start, slot = request.num_computed_tokens, request.slot
+        pending = request.num_tokens - start
+        samples = pending <= budget
+        num_tokens = min(pending, budget)
+        request.num_computed_tokens = start + num_tokens
+        request.num_in_flight += samples
+        self._computed[slot] = start + num_tokens
+        self._decoding[slot] = samples
+        self._metrics.add("prompt_tokens", num_tokens)
+        return ScheduledChunk(request, start, num_tokens, samples)
+
+    def _count(self, waiting_for: str | None) -> None:
+        metrics = self._metrics
+        metrics.add("scheduler_passes")
+        metrics.add("empty_passes", int(waiting_for is not None))
+        metrics.set("num_requests_running", len(self.running))
+        metrics.set("num_requests_waiting", len(self.waiting))
+        metrics.set("resident_experts", self._cache.resident_experts)
+        metrics.set("free_expert_pages", self._allocator.free_expert_pages)
+        metrics.set("returning_expert_pages", self._allocator.returning_expert_pages)
+
+
+_ENDINGS = {
+    "stop": ("request_success", "finished"),
+    "length": ("request_success", "finished"),
+    "abort": ("requests_aborted", "aborted"),
+    "error": ("requests_rejected", "rejected"),
+}

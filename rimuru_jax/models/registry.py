@@ -1,0 +1,56 @@
+"""The architectures rimuru serves, by the `model_type` of their config.json."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rimuru_jax.models import mixtral, olmoe, qwen2_moe, qwen3_moe
+from rimuru_jax.models.config import ConfigReader, ModelConfig
+from rimuru_jax.models.weights import TensorNames
+
+ARCHITECTURES: Mapping[str, ModuleType] = {
+    "mixtral": mixtral,
+    "olmoe": olmoe,
+    "qwen2_moe": qwen2_moe,
+    "qwen3_moe": qwen3_moe,
+}
+
+
+def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """A `ModelConfig` from the contents of a config.json. Raises ValueError naming what is missing or unsupported."""
+    model_type = raw.get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"model_type {model_type!r} in config.json is not supported; supported are {', '.join(sorted(ARCHITECTURES))}"
+        )
+    config = ARCHITECTURES[model_type].parse(ConfigReader(raw))
+    moe = config.moe
+    if moe.num_experts_per_tok > moe.num_experts:
+        raise ValueError(
+            f"config.json: num_experts_per_tok {moe.num_experts_per_tok} exceeds the number of experts {moe.num_experts}"
+        )
+    return config
+
+
+def tensor_names(model_type: str) -> TensorNames:
+    return ARCHITECTURES[model_type].NAMES
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The contents of `folder`/config.json. Raises ValueError in one sentence when there is none or it is damaged."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} has no config.json, so it is not a Hugging Face model folder; give the folder that holds one"
+        )
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}); download it again") from error
+    if not isinstance(raw, dict):
+        raise ValueError(
+            f"{path} holds a {type(raw).__name__}, but a JSON object is needed; download it again"
+        )
+    return raw

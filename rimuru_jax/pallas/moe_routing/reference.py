@@ -1,0 +1,43 @@
+"""Routing in plain jnp: the specification, and the path on a CPU."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+
+def route(
+    logits: Float[Array, "T E"], num_experts_per_tok: int, normalize: bool
+) -> tuple[Int32[Array, "T K"], Float[Array, "T K"]]:
+    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    weights, experts = lax.top_k(probabilities, num_experts_per_tok)
+    if normalize:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return experts.astype(jnp.int32), weights
+
+
+def group_tokens(
+    experts: Int32[Array, "T K"], valid: Bool[Array, " T"], num_experts: int, tile: int, max_tiles: int
+) -> tuple[
+    Int32[Array, " tiles"], Int32[Array, " rows"], Int32[Array, "T K"], Int32[Array, ""], Int32[Array, " E"]
+]:
+    tokens, top_k = experts.shape
+    pairs = jnp.where(valid[:, None], experts, num_experts).reshape(-1)  # padding sorts behind every expert
+    order = jnp.argsort(pairs, stable=True).astype(jnp.int32)
+    counts = jnp.zeros((num_experts + 1,), jnp.int32).at[pairs].add(1)[:num_experts]
+
+    tiles = (counts + (tile - 1)) // tile
+    tile_end = jnp.cumsum(tiles)
+    first_tile, first_pair = tile_end - tiles, jnp.cumsum(counts) - counts
+    tile_ids = jnp.arange(max_tiles, dtype=jnp.int32)
+    tile_experts = jnp.searchsorted(tile_end, tile_ids, side="right").astype(jnp.int32)
+
+    # Rank of each pair inside its expert, then its row in the padded, expert-sorted order.
+    sorted_experts = pairs[order]
+    ranks = jnp.arange(tokens * top_k, dtype=jnp.int32) - jnp.append(first_pair, 0)[sorted_experts]
+    sorted_rows = jnp.append(first_tile, max_tiles)[sorted_experts] * tile + ranks
+    rows = jnp.zeros((tokens * top_k,), jnp.int32).at[order].set(sorted_rows)
+    row_tokens = (
+        jnp.full((max_tiles * tile,), tokens, jnp.int32).at[sorted_rows].set(order // top_k, mode="drop")
+    )
+    return tile_experts, row_tokens, rows.reshape(tokens, top_k), tile_end[-1], counts

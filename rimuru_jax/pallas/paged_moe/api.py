@@ -1,0 +1,52 @@
+"""Routed experts over pages: checks and choice of implementation."""
+
+from jaxtyping import Array, Float, Int32
+
+from rimuru_jax.array_types import Hidden, HostPages, Pool
+from rimuru_jax.pallas.implementation import Implementation, resolve
+from rimuru_jax.pallas.memory_view import MemoryView
+from rimuru_jax.pallas.moe_routing import Routing
+from rimuru_jax.pallas.paged_moe import reference
+
+
+def token_tile(pairs: int, num_experts: int) -> int:
+    """Rows of a tile: about the mean number of tokens per expert, a power of two up to 64."""
+    mean = max(1, pairs // num_experts)
+    return min(64, 1 << (mean - 1).bit_length())
+
+
+def paged_moe(
+    hidden: Hidden,
+    weights: Float[Array, "T K"],
+    routing: Routing,
+    pool: Pool,
+    view: MemoryView,
+    host_pages: HostPages,
+    table: Int32[Array, "E M"],
+    first_host_page: Int32[Array, ""],
+    *,
+    implementation: Implementation | None = None,
+) -> Hidden:
+    """The weighted sum of each token's experts: `sum_k weights[t, k] * expert_k(hidden[t])`.
+
+    With three matrices an expert is `w2 @ (silu(w1 @ x) * (w3 @ x))`, with two `w2 @ relu(w1 @ x)^2`. Products
+    accumulate in float32; the inner activation is rounded to the dtype of `hidden`. The result is the same to the
+    bit wherever the pages are.
+
+    Args:
+        hidden: `[T, d]`.
+        weights: float32 mixing weights of the chosen experts.
+        routing: from `moe_routing.group_tokens`.
+        pool: the page pool; `view` shows its expert pages `[f, d]` (the last matrix is read as `[d, f]`).
+        host_pages: every expert page, in (layer, expert, matrix) order.
+        table: pool page of each expert's matrices, or HOST (-1): read in place from `host_pages`.
+        first_host_page: host page of expert 0, matrix 0 of this layer.
+    """
+    resolve("paged_moe", implementation, ("reference",))
+    if len(view.page_shape) != 2 or view.page_shape[1] != hidden.shape[1]:
+        raise ValueError(
+            f"expert pages of shape {view.page_shape} do not fit hidden states of {hidden.shape[1]}"
+        )
+    if table.shape[1] not in (2, 3):
+        raise ValueError(f"an expert has {table.shape[1]} matrices, but 2 or 3 are wanted")
+    return reference.paged_moe(hidden, weights, routing, pool, view, host_pages, table, first_host_page)

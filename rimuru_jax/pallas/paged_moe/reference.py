@@ -1,0 +1,77 @@
+"""Routed experts over pages in plain jnp: the specification, and the path on a CPU.
+
+One tile of tokens of one expert at a time, so that an expert nobody chose costs nothing. A page's weights are the
+left side of every product (`w @ x^T`): on a CPU that needs no transposed copy of the weights, and it is the form the
+GPU kernel has.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from rimuru_jax.array_types import Hidden, HostPages, Pool
+from rimuru_jax.pallas.memory_view import MemoryView
+from rimuru_jax.pallas.moe_routing import Routing
+
+
+def paged_moe(
+    hidden: Hidden,
+    weights: Float[Array, "T K"],
+    routing: Routing,
+    pool: Pool,
+    view: MemoryView,
+    host_pages: HostPages,
+    table: Int32[Array, "E M"],
+    first_host_page: Int32[Array, ""],
+) -> Hidden:
+    width, d = view.page_shape
+    matrices = table.shape[1]
+    rows = routing.row_tokens.shape[0]
+    tile = rows // routing.tile_experts.shape[0]
+    down_view = MemoryView(kind=view.kind, page_shape=(d, width), dtype=view.dtype, stride=view.stride)
+    per_huge = pool.shape[1] // view.stride
+
+    def weight(expert: Array, matrix: int, view: MemoryView) -> Array:
+        page = table[expert, matrix]
+        words = lax.cond(
+            page >= 0,
+            lambda: lax.dynamic_slice(
+                pool, (page // per_huge, page % per_huge * view.stride), (1, view.words)
+            ),
+            lambda: lax.dynamic_slice(
+                host_pages, (first_host_page + expert * matrices + matrix, jnp.int32(0)), (1, view.words)
+            ),
+        )
+        return view.from_words(words[0]).astype(jnp.float32)
+
+    def product(matrix: Array, x: Float[Array, "tile n"]) -> Float[Array, "tile m"]:
+        if tile == 1:
+            return lax.dot_general(x, matrix, (((1,), (1,)), ((), ())))
+        # The barrier keeps XLA from folding the conversion into a slow product of its own.
+        return lax.dot_general(lax.optimization_barrier(matrix), x.T, (((1,), (0,)), ((), ()))).T
+
+    # Rows that only fill a tile read zeros and add to a row past the end.
+    row_weights = (
+        jnp.zeros((rows,), jnp.float32)
+        .at[routing.pair_rows.reshape(-1)]
+        .set(weights.reshape(-1), mode="drop")
+    )
+
+    def compute_tile(i, mixed):
+        expert = routing.tile_experts[i]
+        tokens = lax.dynamic_slice(routing.row_tokens, (i * tile,), (tile,))
+        x = hidden.at[tokens].get(mode="fill", fill_value=0).astype(jnp.float32)
+        if matrices == 3:
+            h = jax.nn.silu(product(weight(expert, 0, view), x)) * product(weight(expert, 1, view), x)
+        else:
+            h = jnp.square(jax.nn.relu(product(weight(expert, 0, view), x)))
+        h = h.astype(hidden.dtype).astype(jnp.float32)
+        y = product(weight(expert, matrices - 1, down_view), h)
+        y = y * lax.dynamic_slice(row_weights, (i * tile,), (tile,))[:, None]
+        return mixed.at[tokens].add(y, indices_are_sorted=True)
+
+    # Tiles come in the order of experts, so that a token's sum never depends on where weights are or who else is there.
+    mixed = jnp.zeros((hidden.shape[0] + 1, d), jnp.float32)
+    mixed = lax.fori_loop(jnp.int32(0), routing.num_tiles, compute_tile, mixed)
+    return mixed[:-1].astype(hidden.dtype)

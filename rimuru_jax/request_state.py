@@ -1,0 +1,135 @@
+"""What the engine keeps of a request beside its scheduling: text, log-probabilities, times, and when to stop."""
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rimuru_jax.host.request import Request
+from rimuru_jax.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from rimuru_jax.sampling import SamplingRow, TokenLogprobs
+from rimuru_jax.sampling_params import SamplingParams
+from rimuru_jax.tokenizer import IncrementalDetokenizer, Tokenizer
+
+type Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, {"prompt_token_ids": ids} or {"prompt": text}."""
+
+
+def token_logprobs(
+    row: int, token_id: int, logprobs: TokenLogprobs, num_logprobs: int, tokenizer: Tokenizer | None
+) -> dict[int, Logprob]:
+    """The chosen token and the `num_logprobs` most probable ones of one row, most probable first after the chosen."""
+
+    def entry(token: int, logprob: float, rank: int) -> Logprob:
+        text = tokenizer.decode([token], skip_special_tokens=False) if tokenizer else None
+        return Logprob(float(logprob), int(rank), text)
+
+    result = {token_id: entry(token_id, logprobs.logprob[row], logprobs.rank[row])}  # type: ignore[arg-type]
+    for i in range(num_logprobs):
+        top = int(logprobs.top_ids[row, i])
+        result.setdefault(top, entry(top, logprobs.top_logprobs[row, i], i + 1))  # type: ignore[arg-type]
+    return result
+
+
+@dataclass(eq=False)
+class Completion:
+    """One of the n samples of a request: a sequence of the scheduler and what came out of it."""
+
+    index: int
+    request: Request
+    seed: int
+    params: SamplingParams
+    stop_token_ids: Collection[int]
+    """End-of-sequence ids (unless ignored) and the user's stop ids."""
+    detokenizer: IncrementalDetokenizer | None
+    prompt_array: np.ndarray
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    stop_reason: int | str | None = None
+
+    def sampling_row(self) -> SamplingRow:
+        return SamplingRow(
+            params=self.params,
+            seed=self.seed,
+            prompt_token_ids=self.prompt_array,
+            output_token_ids=self.request.output_token_ids,
+            num_output_tokens=len(self.request.output_token_ids),
+            stop_token_ids=self.stop_token_ids,
+        )
+
+    def accept(self, token_id: int, length_limit: int) -> FinishReason | None:
+        """Take in the newest output token; return why the completion ends with it, if it does."""
+        request, params = self.request, self.params
+        ends = token_id in self.stop_token_ids
+        if self.detokenizer is not None and not (ends and token_id not in (params.stop_token_ids or ())):
+            self.detokenizer.add(token_id)
+            if self.detokenizer.stop_reason is not None:
+                self.stop_reason = self.detokenizer.stop_reason
+                return "stop"
+        if ends:
+            self.stop_reason = token_id if token_id in (params.stop_token_ids or ()) else None
+            return "stop"
+        return "length" if request.num_tokens >= length_limit else None
+
+    def close(self) -> None:
+        """Release text that was held back; call it once, when the completion has ended."""
+        if self.detokenizer is not None:
+            self.detokenizer.finish()
+
+    def output(self) -> CompletionOutput:
+        with_logprobs = self.params.logprobs is not None
+        ids = self.request.output_token_ids
+        return CompletionOutput(
+            index=self.index,
+            text=self.detokenizer.text if self.detokenizer else "",
+            token_ids=list(ids),
+            cumulative_logprob=(
+                sum(entry[token].logprob for entry, token in zip(self.logprobs, ids, strict=True))
+                if with_logprobs
+                else None
+            ),
+            logprobs=list(self.logprobs) if with_logprobs else None,
+            finish_reason=self.request.finish_reason,  # type: ignore[arg-type]
+            stop_reason=self.stop_reason,
+        )
+
+
+@dataclass(eq=False)
+class RequestState:
+    """A request as the user sees it: n completions of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    completions: list[Completion] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
+
+    @property
+    def finished(self) -> bool:
+        return all(completion.request.finished for completion in self.completions)
+
+    def scheduled(self) -> None:
+        if self.metrics.first_scheduled_time is None:
+            self.metrics = replace(self.metrics, first_scheduled_time=time.monotonic())
+
+    def progressed(self) -> None:
+        now = time.monotonic()
+        first = self.metrics.first_token_time or now
+        self.metrics = replace(self.metrics, first_token_time=first, last_token_time=now)
+
+    def output(self) -> RequestOutput:
+        finished = self.finished
+        if finished and self.metrics.finished_time is None:
+            preemptions = sum(completion.request.num_preemptions for completion in self.completions)
+            self.metrics = replace(self.metrics, finished_time=time.monotonic(), num_preemptions=preemptions)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
+            outputs=[completion.output() for completion in self.completions],
+            finished=finished,
+            metrics=self.metrics,
+        )
