@@ -134,10 +134,10 @@ def pack(chunks: Sequence[Chunk]) -> tuple[Batch, Bucket]:
 
 
 def bucket_for(num_tokens: int, num_rows: int) -> Bucket:
-    """Powers of two. At least two tokens, because XLA on a CPU copies the pool for a write of one row."""
+    """The smallest bucket that holds a step. Sizes are powers of two."""
     rows = 1 << (num_rows - 1).bit_length()
     if num_tokens == num_rows:
-        return Bucket(max(2, rows), rows, True)
+        return Bucket(rows, rows, True)
     rows = 1 << (rows.bit_length() & ~1) if rows > 1 else 1  # powers of four: prefills vary in both sizes
     return Bucket(max(MIN_PREFILL_TOKENS, 1 << (num_tokens - 1).bit_length()), rows, False)
 

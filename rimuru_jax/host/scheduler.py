@@ -14,22 +14,21 @@ Every pass plans tokens, frees pages, waits for a named event, or fails one requ
 """
 
 from bisect import insort
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from rimuru_jax.host.adjuster import AdjusterState, PageBalance, decide
 from rimuru_jax.host.allocator import BUFFERS, EXPERTS, PageAllocator
+from rimuru_jax.host.batch import Batch, ScheduledChunk
 from rimuru_jax.host.expert_cache import ExpertCache, ExpertCopy
 from rimuru_jax.host.metrics import Metrics
 from rimuru_jax.host.page_layout import EXPERT, format_bytes
 from rimuru_jax.host.page_tables import PageTables
 from rimuru_jax.host.request import Request, RequestStatus
-
-UNLIMITED = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +68,6 @@ class SchedulerConfig:
             )
         if self.reclaim_delay < 1:
             raise ValueError(f"reclaim_delay is {self.reclaim_delay} passes, it must be at least 1")
-
-
-class ScheduledChunk(NamedTuple):
-    """Consecutive tokens of one request in one step.
-
-    `start` is the position of the first. `samples`: the chunk ends at the last token, so its logits give the next one.
-    """
-
-    request: Request
-    start: int
-    num_tokens: int
-    samples: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,33 +111,17 @@ class Scheduler:
         self.running: list[Request] = []  # most important first
         self.waiting: list[Request] = []
         self._allocator = allocator
-        self._tables = page_tables
         self._cache = expert_cache
         self._metrics = metrics
         self._requests: dict[str, Request] = {}
-        self._step = 0
         self._adjuster = AdjusterState()
         self._last_move = 0  # sign of the last change of residency
-        self._free_slots = list(range(config.max_num_seqs))[::-1]
-        self._returning_slots: deque[tuple[int, int]] = deque()  # (pass from which it is free, slot)
-        self._returned_by = 0  # pass by which everything freed so far is free
-        # Per slot, in tokens: computed; covered by the pages held; computed when the last token has been sampled.
-        self._computed = np.zeros(config.max_num_seqs, np.int64)
-        self._covered = np.zeros(config.max_num_seqs, np.int64)
-        self._final = np.zeros(config.max_num_seqs, np.int64)
-        self._decoding = np.zeros(
-            config.max_num_seqs, bool
-        )  # all known tokens are planned: one more per pass
-        self._by_slot: list[Request | None] = [None] * config.max_num_seqs
-        self._kinds = allocator.layout.sequence_kinds
-        self._token_kinds = tuple(placed for placed in self._kinds if placed.kind.page_tokens)
-        self._page_tokens = max((placed.kind.page_tokens for placed in self._token_kinds), default=1)
-        self._parent_tokens = min(
-            (
-                placed.kind.page_tokens * max(1, placed.units_per_parent // placed.tables)
-                for placed in self._token_kinds
-            ),
-            default=1,
+        self._batch = Batch(
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            reclaim_delay=config.reclaim_delay,
+            allocator=allocator,
+            page_tables=page_tables,
         )
         # An allocator that holds nothing but the floor of residency: what a request could ever get when alone.
         self._at_floor = PageAllocator(allocator.layout, allocator.num_huge_pages)
@@ -173,7 +144,7 @@ class Scheduler:
         if request.max_tokens < 1:
             raise ValueError(f"max_tokens is {request.max_tokens}, it must be at least 1")
         tokens = request.length_limit(config.max_model_len) - 1
-        short = self._at_floor.shortfall([(request.handle, self._demand(tokens))])
+        short = self._at_floor.shortfall([(request.handle, self._batch.demand(tokens))])
         if short > 0:
             page = self._allocator.layout[EXPERT].stride_bytes
             capacity = self._at_floor.free_expert_pages
@@ -200,30 +171,31 @@ class Scheduler:
         del self._requests[request.request_id]
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-            self._release(request)
+            self._batch.release(request)
         else:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         counter, name = _ENDINGS.get(reason, _ENDINGS["stop"])
         self._metrics.add(counter)
-        self._metrics.event(self._step, name, request=request.request_id, reason=reason)
+        self._metrics.event(self._batch.step, name, request=request.request_id, reason=reason)
 
-    def update(self, plan: StepPlan, tokens: Sequence[int]) -> list[Request]:
+    def update(self, plan: StepPlan, tokens: npt.ArrayLike) -> list[Request]:
         """Deliver the sampled tokens of a step.
 
         Args:
           plan: the step; steps are delivered in the order in which they were planned.
-          tokens: one per chunk of the plan; the values of chunks that do not sample are ignored.
+          tokens: int[chunks], one per chunk of the plan; the values of chunks that do not sample are ignored.
 
         Returns the unfinished requests that got a token: the caller decides which of them are finished.
         """
         advanced = []
-        for chunk, token in zip(plan.chunks, tokens, strict=True):
-            request = chunk.request
-            if chunk.samples and request.status is not RequestStatus.FINISHED:
+        values = np.asarray(tokens).tolist()  # plain integers, whatever came from the device
+        finished = RequestStatus.FINISHED
+        for (request, _, _, samples), token in zip(plan.chunks, values, strict=True):
+            if samples and request.status is not finished:
                 request.num_in_flight -= 1
-                request.output_token_ids.append(int(token))
+                request.output_token_ids.append(token)
                 advanced.append(request)
         self._metrics.add("generation_tokens", len(advanced))
         return advanced
@@ -233,11 +205,9 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step: one pass."""
-        self._step += 1
         self._allocator.begin_pass()
         self._cache.begin_pass()
-        while self._returning_slots and self._returning_slots[0][0] <= self._step:
-            self._free_slots.append(self._returning_slots.popleft()[1])
+        self._batch.begin_pass()
 
         lacking, preempted, rejected = self._grow()
         chunks, budget = self._plan_running(lacking)
@@ -253,7 +223,7 @@ class Scheduler:
                 self.finish(self.waiting[0], "error")
         self._count(waiting_for)
         return StepPlan(
-            step=self._step,
+            step=self._batch.step,
             chunks=tuple(chunks),
             expert_copies=tuple(copies),
             waiting_for=waiting_for,
@@ -266,17 +236,16 @@ class Scheduler:
         lacking: dict[Request, tuple[int, Mapping[str, int]]] = {}
         preempted: list[Request] = []
         rejected: list[Request] = []
-        growing = self._growing()
-        roomy = self._allocator.free_expert_pages >= len(growing) * len(self._token_kinds)
+        growing = self._batch.growing()
+        roomy = self._batch.is_roomy(len(growing))
         for request in sorted(growing, key=self._key):
             if request.status is not RequestStatus.RUNNING:
                 continue
-            if roomy and self._take(request, self._growth(request, self._to_fill_parent(request))):
+            if roomy and self._batch.grow(request, fill_parent=True):
                 continue
-            demand = self._growth(request, 1)
-            if self._take(request, demand):
+            if self._batch.grow(request, fill_parent=False):
                 continue
-            lacking[request] = (request.handle, demand)
+            lacking[request] = (request.handle, self._batch.growth(request))
             while request in lacking and not self._reclaimable(list(lacking.values())):
                 victim = self._youngest()
                 if victim is None:
@@ -289,48 +258,40 @@ class Scheduler:
                 lacking.pop(victim, None)
         for request in lacking:
             self._metrics.add("awaiting_reclaim")
-            self._metrics.event(self._step, "awaiting_reclaim", request=request.request_id)
+            self._metrics.event(self._batch.step, "awaiting_reclaim", request=request.request_id)
         return set(lacking), preempted, rejected
 
     def _plan_running(self, lacking: set[Request]) -> tuple[list[ScheduledChunk], int]:
         """Decodes, then prompts in order; also returns the tokens left of the budget."""
-        ready = self._decoding & (self._computed < self._final)
-        ready[[request.slot for request in lacking]] = False
-        slots = np.flatnonzero(ready)
-        starts = self._computed[slots].tolist()
-        self._computed[slots] += 1
-        chunks: list[ScheduledChunk] = []
-        for slot, start in zip(slots.tolist(), starts, strict=True):
-            request: Request = self._by_slot[slot]  # type: ignore[assignment]
-            request.num_computed_tokens = start + 1
-            request.num_in_flight += 1
-            chunks.append(ScheduledChunk(request, start, 1, True))
+        chunks = self._batch.decode_chunks(lacking)
         budget = self.config.max_num_batched_tokens - len(chunks)
-        if len(self.running) > np.count_nonzero(self._decoding):
+        if len(self.running) > self._batch.num_decoding:
             for request in self.running:
-                if budget and not self._decoding[request.slot]:
-                    chunks.append(self._prompt_chunk(request, budget))
-                    budget -= chunks[-1].num_tokens
+                if budget and not self._batch.is_decoding(request):
+                    budget -= self._add_prompt_chunk(chunks, request, budget)
         return chunks, budget
 
     def _admit(self, chunks: list[ScheduledChunk], budget: int) -> None:
         """Admit heads of the queue while tokens, slots and pages last."""
-        while self.waiting and budget and self._free_slots:
+        while self.waiting and budget and self._batch.has_free_slot:
             request = self.waiting[0]
             if request.num_in_flight or not self._has_headroom(request):
                 return
-            slot = self._free_slots[-1]
-            if not self._take(request, self._demand(request.num_tokens), slot):
+            if not self._batch.admit(request):
                 return
-            self._free_slots.pop()
             self.waiting.pop(0)
             insort(self.running, request, key=self._key)
             request.status = RequestStatus.RUNNING
-            self._by_slot[slot] = request
-            self._final[slot] = request.length_limit(self.config.max_model_len) - 1
-            self._metrics.event(self._step, "admitted", request=request.request_id, tokens=request.num_tokens)
-            chunks.append(self._prompt_chunk(request, budget))
-            budget -= chunks[-1].num_tokens
+            self._metrics.event(
+                self._batch.step, "admitted", request=request.request_id, tokens=request.num_tokens
+            )
+            budget -= self._add_prompt_chunk(chunks, request, budget)
+
+    def _add_prompt_chunk(self, chunks: list[ScheduledChunk], request: Request, budget: int) -> int:
+        chunk = self._batch.prompt_chunk(request, budget)
+        self._metrics.add("prompt_tokens", chunk.num_tokens)
+        chunks.append(chunk)
+        return chunk.num_tokens
 
     def _adjust(self) -> list[ExpertCopy]:
         """Move residency by this pass's balance; returns the copies of experts taken back."""
@@ -338,12 +299,12 @@ class Scheduler:
         free, returning = allocator.free_expert_pages, allocator.returning_expert_pages
         shrinkable = cache.shrinkable_experts
         short = None
-        if self.waiting and (self._free_slots or self._returning_slots):
+        if self.waiting and self._batch.slot_is_coming:
             short = allocator.shortfall(self._demands_with(self.waiting[0]))
             if self.running and short > returning + shrinkable * cache.matrices:
                 short = None  # all experts would not do: it waits for completions
         if short is None:
-            short = allocator.shortfall(self._next_demands())
+            short = allocator.shortfall(self._batch.next_demands())
         balance = PageBalance(
             free=free,
             returning=returning,
@@ -360,12 +321,12 @@ class Scheduler:
         shrunk = cache.shrink(-decision.experts) if decision.experts < 0 else 0
         copies = cache.expand(decision.experts) if decision.experts > 0 else []
         if shrunk:
-            self._returned_by = self._step + self.config.reclaim_delay
+            self._batch.note_freed()
         if shrunk or copies:
             name, counter = ("shrink", "expert_shrinks") if shrunk else ("expand", "expert_expansions")
             experts = shrunk or len(copies)
             metrics.add(counter, experts)
-            metrics.event(self._step, name, experts=experts, r_b=balance.shortage, f_b=balance.surplus)
+            metrics.event(self._batch.step, name, experts=experts, r_b=balance.shortage, f_b=balance.surplus)
             move = -1 if shrunk else 1
             metrics.add("expert_reversals", int(move == -self._last_move))
             self._last_move = move
@@ -373,7 +334,7 @@ class Scheduler:
 
     def _waiting_for(self) -> Literal["reclaim", "tokens"] | None:
         """The event an empty pass waits for; None when there is none, so that the head cannot be served."""
-        if self._step < self._returned_by:
+        if self._batch.step < self._batch.returned_by:
             return "reclaim"
         if self.running or self.waiting[0].num_in_flight:
             return "tokens"
@@ -385,34 +346,6 @@ class Scheduler:
     def _enqueue(self, request: Request) -> None:
         insort(self.waiting, request, key=self._key)
 
-    def _growing(self) -> list[Request]:
-        """Running requests whose next token has no page yet."""
-        slots = np.flatnonzero((self._computed >= self._covered) & (self._computed < self._final))
-        return [request for slot in slots.tolist() if (request := self._by_slot[slot]) is not None]
-
-    def _demand(self, num_tokens: int) -> dict[str, int]:
-        """Units of every kind for a request of `num_tokens` tokens that holds nothing."""
-        return {placed.kind.name: placed.units_for(num_tokens) for placed in self._kinds}
-
-    def _growth(self, request: Request, ahead: int) -> dict[str, int]:
-        """Units a running request lacks to compute `ahead` more tokens."""
-        tokens = min(request.num_computed_tokens + ahead, int(self._final[request.slot]))
-        demand = {}
-        for placed in self._token_kinds:
-            name = placed.kind.name
-            held = int(self._tables.lengths(name)[request.slot]) * placed.tables
-            if (units := placed.units_for(tokens)) > held:
-                demand[name] = units - held
-        return demand
-
-    def _to_fill_parent(self, request: Request) -> int:
-        """Tokens up to the end of the L2 page that the next token's page is cut from, which is its own anyway."""
-        return self._parent_tokens - request.num_computed_tokens % self._parent_tokens
-
-    def _next_demands(self) -> list[tuple[int, dict[str, int]]]:
-        """What running requests lack now or need in the next pass."""
-        return [(request.handle, self._growth(request, 1)) for request in self._growing()]
-
     def _demands_with(self, head: Request) -> list[tuple[int, dict[str, int]]]:
         """What must fit for the head of the queue to be admitted beside the running requests.
 
@@ -420,11 +353,11 @@ class Scheduler:
         one request lies twice the progress of the time before, so that recomputation is bounded.
         """
         if head.num_preemptions == 0:
-            return [*self._next_demands(), (head.handle, self._demand(head.num_tokens))]
-        ahead = self._page_tokens << min(head.num_preemptions, 20)
-        demands = [(request.handle, self._growth(request, ahead)) for request in self.running]
+            return [*self._batch.next_demands(), (head.handle, self._batch.demand(head.num_tokens))]
+        ahead = self._batch.largest_page_tokens << min(head.num_preemptions, 20)
+        demands = [(request.handle, self._batch.growth(request, ahead)) for request in self.running]
         tokens = min(head.num_tokens + ahead, head.length_limit(self.config.max_model_len) - 1)
-        return [*demands, (head.handle, self._demand(tokens))]
+        return [*demands, (head.handle, self._batch.demand(tokens))]
 
     def _has_headroom(self, head: Request) -> bool:
         return not self.running or self._allocator.shortfall(self._demands_with(head)) <= 0
@@ -433,23 +366,6 @@ class Scheduler:
         """Whether free, returning and shrinkable pages together cover the demands."""
         coming = self._allocator.returning_expert_pages + self._cache.shrinkable_pages
         return self._allocator.shortfall(demands) <= coming
-
-    def _take(self, request: Request, demand: Mapping[str, int], slot: int | None = None) -> bool:
-        """Pages for a request, entered in its tables; False, and nothing changed, when they are short."""
-        units = self._allocator.allocate(request.handle, demand)
-        if units is None:
-            return False
-        if slot is not None:
-            request.slot = slot
-        self._tables.append(request.slot, units)
-        self._covered[request.slot] = min(
-            (
-                int(self._tables.lengths(placed.kind.name)[request.slot]) * placed.kind.page_tokens
-                for placed in self._token_kinds
-            ),
-            default=UNLIMITED,
-        )
-        return True
 
     def _youngest(self) -> Request | None:
         """The youngest running request of the lowest priority, the oldest of all excepted."""
@@ -460,38 +376,14 @@ class Scheduler:
         self._metrics.add("num_preemptions")
         self._metrics.add("recomputed_tokens", request.num_computed_tokens)
         self._metrics.event(
-            self._step, "preempted", request=request.request_id, tokens=request.num_computed_tokens
+            self._batch.step, "preempted", request=request.request_id, tokens=request.num_computed_tokens
         )
         self.running.remove(request)
-        self._release(request)
+        self._batch.release(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self._enqueue(request)
-
-    def _release(self, request: Request) -> None:
-        """Give back the pages and the slot of a request that no longer runs."""
-        slot, delay = request.slot, self.config.reclaim_delay
-        self._allocator.release(request.handle, delay=delay)
-        self._tables.clear(slot)
-        self._returned_by = self._step + delay
-        self._returning_slots.append((self._returned_by, slot))
-        self._by_slot[slot] = None
-        self._computed[slot] = self._covered[slot] = self._final[slot] = self._decoding[slot] = 0
-        request.slot = -1
-
-    def _prompt_chunk(self, request: Request, budget: int) -> ScheduledChunk:
-        """Plan up to `budget` of the known tokens that are not computed yet; after the last one it decodes."""
-        start, slot = request.num_computed_tokens, request.slot
-        pending = request.num_tokens - start
-        samples = pending <= budget
-        num_tokens = min(pending, budget)
-        request.num_computed_tokens = start + num_tokens
-        request.num_in_flight += samples
-        self._computed[slot] = start + num_tokens
-        self._decoding[slot] = samples
-        self._metrics.add("prompt_tokens", num_tokens)
-        return ScheduledChunk(request, start, num_tokens, samples)
 
     def _count(self, waiting_for: str | None) -> None:
         metrics = self._metrics

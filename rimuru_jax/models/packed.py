@@ -147,6 +147,7 @@ def convert_checkpoint(source: Path, target: Path, dtype: Dtype, progress: Progr
             count = byte_progress(progress, checkpoint.num_bytes(dtype), f"converting {source.name}")
             _write_pages(checkpoint, target, dtype, count)
             params = checkpoint.read_params(dtype, count)
+            _require_space(checkpoint, target, dtype)  # again: orbax meets a full disk with pages of messages
             _save_params(target, params)
             _copy_files(source, target)
             manifest = {
@@ -246,6 +247,8 @@ def _prepare(target: Path, conversion: Mapping[str, Any]) -> None:
         sync_folder(target)
         write_json(target / _JOURNAL, {"conversion": conversion})
     (target / _MANIFEST).unlink(missing_ok=True)
+    for resident in target.glob(f"{_RESIDENT}*"):  # orbax's temporary folder too
+        shutil.rmtree(resident)
 
 
 def _write_pages(checkpoint: Checkpoint, target: Path, dtype: Dtype, report: Callable[[int], None]) -> None:
@@ -260,8 +263,7 @@ def _write_pages(checkpoint: Checkpoint, target: Path, dtype: Dtype, report: Cal
         for file, size in ((pages, page * page_bytes), (checksums, page * 4)):
             file.truncate(size)
             file.seek(size)
-        if shutil.disk_usage(target).free < _missing_bytes(checkpoint, target, dtype):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        _require_space(checkpoint, target, dtype)
         batch = np.empty((min(num_pages, max(1, _BATCH_BYTES // page_bytes)), words), np.uint16)
         while page < num_pages:
             rows = batch[: num_pages - page]
@@ -291,6 +293,11 @@ def _missing_bytes(checkpoint: Checkpoint, target: Path, dtype: Dtype) -> int:
     present = [target / name for name in (_PAGES, *_files_of_params(target)) if (target / name).exists()]
     done = sum(file.stat().st_size for file in present)
     return max(0, checkpoint.num_bytes(dtype) - done) + _SPARE_BYTES
+
+
+def _require_space(checkpoint: Checkpoint, target: Path, dtype: Dtype) -> None:
+    if shutil.disk_usage(target).free < _missing_bytes(checkpoint, target, dtype):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _disk_full(checkpoint: Checkpoint, target: Path, dtype: Dtype) -> OSError:
@@ -335,8 +342,6 @@ def _damaged(folder: Path, name: str, what: str) -> ValueError:
 def _save_params(target: Path, params: dict[str, Any]) -> None:
     import orbax.checkpoint as ocp  # here and not above: it takes seconds and brings jax
 
-    for leftover in target.glob(f"{_RESIDENT}*"):
-        shutil.rmtree(leftover)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(target.resolve() / _RESIDENT, params)
 

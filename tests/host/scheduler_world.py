@@ -168,7 +168,7 @@ class World:
         assert self.allocator.free_expert_pages + held == self.capacity
         ledger = self.allocator.ledger()
         used = {name: counts.used for name, counts in ledger.kinds.items()}
-        assert used == {name: 0 for name in used} | {"expert": self.allocator.holds(EXPERTS)["expert"]}
+        assert used == dict.fromkeys(used, 0) | {"expert": self.allocator.holds(EXPERTS)["expert"]}
         for name, table in self.tables.arrays.items():
             assert not table.any(), name
         if self.setup.memory_policy == "elastic":
@@ -195,7 +195,7 @@ class World:
         """Requests that left the batch since: from the next step on, nothing shows their slot."""
         running = {request.handle for request in self.scheduler.running}
         for handle in [handle for handle in self._slots if handle not in running]:
-            self._slot_left[self._slots.pop(handle)] = self.scheduler._step
+            self._slot_left[self._slots.pop(handle)] = self.passes
             del self._computed[handle], self._known[handle]
             self.operations += 1
 

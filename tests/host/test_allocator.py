@@ -196,6 +196,32 @@ def test_an_experts_huge_page_is_not_for_experts_once_a_sequence_moved_in() -> N
     assert parents(HYBRID, "expert", take(allocator, EXPERTS, expert=1)["expert"]) == mixed
 
 
+def test_an_experts_huge_page_is_a_sequences_from_the_day_it_moved_in() -> None:
+    layout = PageLayout.plan([kind("expert", 2, 80), kind("ssm", 2, 240), kind("kv", 3, 8, page_tokens=16)])
+    assert layout.pages_per_huge("expert") == 3
+    allocator = PageAllocator(layout, 3)
+    experts = take(allocator, EXPERTS, expert=4)["expert"]  # three and one
+    (mixed,) = {page * 8 // 240 for page in take(allocator, 1, kv=1)["kv"]}
+    allocator.free(EXPERTS, "expert", [page for page in experts if page // 3 != mixed])
+    assert take(allocator, EXPERTS, expert=1)["expert"][0] // 3 != mixed  # although an expert is still there
+
+
+def test_sequences_move_in_with_sequences_rather_than_experts() -> None:
+    allocator = hybrid(2)
+    take(allocator, EXPERTS, expert=1)
+    one, two = take(allocator, 1, kv=1)["kv"], take(allocator, 2, kv=1)["kv"]
+    assert two[0] * 12 // 240 == one[0] * 12 // 240
+
+
+def test_what_is_not_scarce_is_still_taken_apart() -> None:
+    allocator = hybrid(4)
+    one = take(allocator, 1, kv=1, ssm=2)
+    # Its own huge page for a state and two for KV are one too many. Two are left for KV when the state moves in.
+    two = take(allocator, 2, kv=30, ssm=1)
+    assert parents(HYBRID, "ssm", two["ssm"]) == parents(HYBRID, "ssm", one["ssm"])
+    assert {page * 12 // 240 for page in two["kv"]}.isdisjoint({page * 12 // 240 for page in one["kv"]})
+
+
 def test_several_kinds_are_taken_together_or_not_at_all() -> None:
     allocator = hybrid(3)
     before = allocator.ledger()

@@ -6,7 +6,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from scheduler_world import PAGE_TOKENS, Setup, World
 
 MODEL_LEN = 48
-TOTALS=[] #TMP
 
 setups = st.builds(
     Setup,
@@ -81,7 +80,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         world = self.world
         world.drain()
         world.check_idle()
-        TOTALS.append((world.passes, world.operations, dict(world.metrics.counters))) #TMP
         # Each preemption of a request doubles the progress that has to lie between it and the next.
         bound = (MODEL_LEN // PAGE_TOKENS).bit_length()
         if world.setup.policy == "fcfs":
@@ -92,5 +90,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=360, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=190, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

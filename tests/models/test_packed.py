@@ -1,87 +1,30 @@
-"""The packed format: contents, killed and resumed conversions, full disks, damage."""
+"""The packed format: contents, damage, and targets that are refused."""
 
-import errno
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import safe_open
 
-from rimuru_jax.models import durable, packed
-from rimuru_jax.models.checkpoint import Checkpoint, Dtype, LoadedModel, load_checkpoint
-from rimuru_jax.models.packed import convert_checkpoint, is_packed
+from rimuru_jax.models import durable
+from rimuru_jax.models.checkpoint import Dtype, load_checkpoint
+from rimuru_jax.models.packed import convert_checkpoint
+from tests.models.packed_cases import (
+    NUM_PAGES,
+    PAGE_BYTES,
+    TOKENIZER,
+    assert_same_model,
+    convert_until,
+    files_of,
+    refusal,
+)
 from tests.models.tiny_checkpoints import CONFIGS, write_checkpoint, write_weights
-
-TOKENIZER = b'{"version": "1.0", "model": {}}'
-PAGE_BYTES = 16 * 32 * 2  # of the tiny Qwen3-MoE in bfloat16: width 16, hidden size 32
-NUM_PAGES = 3 * 6 * 3
-
-
-class Killed(BaseException):
-    """Stands for the process being killed: nothing in the package catches it."""
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    """A tiny sharded Qwen3-MoE with tokenizer files."""
-    folder = tmp_path / "source"
-    write_checkpoint(folder, "qwen3_moe", shards=2)
-    (folder / "tokenizer.json").write_bytes(TOKENIZER)
-    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    (folder / "README.md").write_text("not part of the model")
-    return folder
-
-
-@pytest.fixture
-def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where to convert to, in batches of ten pages instead of all at once."""
-    monkeypatch.setattr(packed, "_BATCH_BYTES", 10 * PAGE_BYTES)
-    return tmp_path / "target"
-
-
-def files_of(folder: Path) -> dict[str, Any]:
-    """Contents of a packed folder, but for orbax's own files, whose names are random and stand in the manifest."""
-    paths = [f for f in folder.rglob("*") if f.is_file()]
-    files: dict[str, Any] = {str(f.relative_to(folder)): f.read_bytes() for f in paths}
-    files = {name: content for name, content in files.items() if not name.startswith("resident/")}
-    manifest = durable.read_json(folder / "manifest.json")
-    if manifest is not None:
-        checksums = manifest["files_crc32"].items()
-        manifest["files_crc32"] = {n: crc for n, crc in checksums if not n.startswith("resident/")}
-        files["manifest.json"] = manifest
-    return files
-
-
-def assert_same_model(got: LoadedModel, want: LoadedModel) -> None:
-    assert got.config == want.config
-    assert got.raw_config == want.raw_config
-    np.testing.assert_array_equal(got.host_pages, want.host_pages, strict=True)
-    got_leaves, got_tree = jax.tree.flatten(got.params)
-    want_leaves, want_tree = jax.tree.flatten(want.params)
-    assert got_tree == want_tree
-    for g, w in zip(got_leaves, want_leaves, strict=True):
-        assert isinstance(g, np.ndarray)
-        assert g.dtype == w.dtype
-        np.testing.assert_array_equal(g.view(np.uint8), w.view(np.uint8), strict=True)
-
-
-def refusal(folder: Path, **kwargs: Any) -> str:
-    with pytest.raises(ValueError) as caught:
-        load_checkpoint(folder, kwargs.pop("dtype", "bfloat16"), **kwargs)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -184,258 +127,6 @@ def test_progress_grows_to_one(source: Path, target: Path) -> None:
     assert seen == sorted(seen)
     assert len(seen) > NUM_PAGES // 10
     assert seen[-1] == 1.0
-
-
-# --- killed at any moment ---------------------------------------------------------------------------------------
-
-
-def count_steps(patch: pytest.MonkeyPatch, stop_at: int | None) -> list[str]:
-    """Log every step that changes the disk, and kill the conversion right before number `stop_at`."""
-    log: list[str] = []
-
-    def watch(owner: Any, name: str) -> None:
-        original: Callable[..., Any] = getattr(owner, name)
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if len(log) == stop_at:
-                raise Killed
-            log.append(name)
-            return original(*args, **kwargs)
-
-        patch.setattr(owner, name, step)
-
-    for owner, name in (
-        (os, "fsync"),
-        (Path, "replace"),
-        (Path, "unlink"),
-        (Path, "touch"),
-        (shutil, "rmtree"),
-        (shutil, "copyfile"),
-        (Checkpoint, "read_pages"),
-        (packed, "page_checksums"),
-        (packed, "_save_params"),
-    ):
-        watch(owner, name)
-    return log
-
-
-def convert_until(source: Path, target: Path, stop_at: int | None) -> list[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        log = count_steps(patch, stop_at)
-        try:
-            convert_checkpoint(source, target, "bfloat16")
-        except Killed:
-            assert len(log) == stop_at
-        else:
-            assert stop_at is None
-    return log
-
-
-def test_killed_before_any_step_and_resumed(source: Path, target: Path) -> None:
-    steps = convert_until(source, target, None)
-    want, model = files_of(target), load_checkpoint(target, "bfloat16")
-    assert {"fsync", "replace", "read_pages", "copyfile", "_save_params"} <= set(steps)
-    assert steps.count("read_pages") == 6  # of 54 pages, ten at a time
-    for stop_at in range(len(steps)):
-        shutil.rmtree(target)
-        convert_until(source, target, stop_at)
-        if "manifest.json" not in files_of(target):
-            assert stop_at == 0 or not is_packed(target) or "unfinished" in refusal(target)
-        convert_checkpoint(source, target, "bfloat16")
-        assert files_of(target) == want, f"killed before step {stop_at}: {steps[stop_at]}"
-    assert_same_model(load_checkpoint(target, "bfloat16"), model)
-
-
-def test_killed_again_and_again(source: Path, target: Path, tmp_path: Path) -> None:
-    """Each attempt gets a bit further, killed at its third batch of pages or later."""
-    convert_checkpoint(source, tmp_path / "whole", "bfloat16")
-    batches: list[int] = []
-    while "manifest.json" not in (files_of(target) if target.exists() else ()):
-        with pytest.MonkeyPatch.context() as patch:
-            original = Checkpoint.read_pages
-            calls: list[int] = []
-
-            def read_pages(
-                self: Checkpoint,
-                out: Any,
-                first_page: int,
-                *rest: Any,
-                calls: Any = calls,
-                original: Any = original,
-            ) -> None:
-                if len(calls) == 2:
-                    raise Killed
-                calls.append(first_page)
-                original(self, out, first_page, *rest)
-
-            patch.setattr(Checkpoint, "read_pages", read_pages)
-            try:
-                convert_checkpoint(source, target, "bfloat16")
-            except Killed:
-                batches += calls
-            else:
-                batches += calls
-    assert batches == [0, 10, 20, 30, 40, 50]  # nothing was read twice
-    assert files_of(target) == files_of(tmp_path / "whole")
-
-
-@pytest.mark.parametrize(
-    "tear", ["half a page", "a page without checksum", "a checksum without page", "zeros"]
-)
-def test_torn_writes_are_found(source: Path, target: Path, tear: str) -> None:
-    steps = convert_until(source, target, None)
-    want = files_of(target)
-    shutil.rmtree(target)
-    third_batch = [i for i, name in enumerate(steps) if name == "read_pages"][3]
-    convert_until(source, target, third_batch)
-    pages, checksums = target / "experts.pages", target / "experts.crc32"
-    assert pages.stat().st_size == 30 * PAGE_BYTES
-    with open(pages, "ab") as page_file, open(checksums, "ab") as checksum_file:
-        if tear == "half a page":
-            page_file.write(b"x" * (PAGE_BYTES // 2 + 1))
-        elif tear == "a page without checksum":
-            page_file.write(b"x" * PAGE_BYTES)
-        elif tear == "a checksum without page":
-            checksum_file.write(b"abcdef")
-    if tear == "zeros":  # what a crash of the machine may leave of written pages
-        content = bytearray(pages.read_bytes())
-        content[17 * PAGE_BYTES : 19 * PAGE_BYTES] = bytes(2 * PAGE_BYTES)
-        pages.write_bytes(content)
-    resumed = convert_until(source, target, None)
-    assert resumed.count("read_pages") == (4 if tear == "zeros" else 3)  # pages 17 to 53, or 30 to 53
-    assert files_of(target) == want
-
-
-def test_killed_by_a_signal(source: Path, target: Path, tmp_path: Path) -> None:
-    program = f"""
-import os, signal
-from pathlib import Path
-from rimuru_jax.models import packed
-packed._BATCH_BYTES = {10 * PAGE_BYTES}
-def progress(fraction, text):
-    if fraction > 0.5:
-        os.kill(os.getpid(), signal.SIGKILL)
-packed.convert_checkpoint(Path({str(source)!r}), Path({str(target)!r}), "bfloat16", progress)
-"""
-    done = subprocess.run([sys.executable, "-c", program], check=False, timeout=120)
-    assert done.returncode == -signal.SIGKILL
-    assert "unfinished" in refusal(target)
-    assert 0 < len(files_of(target)["experts.pages"]) < NUM_PAGES * PAGE_BYTES
-    convert_checkpoint(source, target, "bfloat16")
-    convert_checkpoint(source, tmp_path / "whole", "bfloat16")
-    assert files_of(target) == files_of(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("change", ["weights", "dtype", "config"])
-def test_unfinished_conversion_of_another_source_starts_over(source: Path, target: Path, change: str) -> None:
-    steps = convert_until(source, target, None)
-    dtype: Dtype = "float32" if change == "dtype" else "bfloat16"
-    last_batch = [i for i, name in enumerate(steps) if name == "read_pages"][-1]
-    for stop_at in range(6):  # killed again while starting over
-        shutil.rmtree(target)
-        convert_until(source, target, last_batch)
-        if change == "weights":
-            write_checkpoint(source, "qwen3_moe", shards=2, seed=stop_at + 1)
-        elif change == "config":
-            write_checkpoint(source, "qwen3_moe", shards=2, rope_theta=50000.0 + stop_at)
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-            count_steps(patch, stop_at)
-            convert_checkpoint(source, target, dtype)
-        assert convert_checkpoint(source, target, dtype)
-        assert_same_model(load_checkpoint(target, dtype), load_checkpoint(source, dtype))
-
-
-def test_changed_tokenizer_is_copied_again(source: Path, target: Path) -> None:
-    convert_checkpoint(source, target, "bfloat16")
-    (source / "tokenizer.json").write_bytes(b"{}")
-    (source / "generation_config.json").unlink()
-    with pytest.MonkeyPatch.context() as patch:
-        steps = count_steps(patch, None)
-        assert convert_checkpoint(source, target, "bfloat16")
-    assert "read_pages" not in steps
-    assert (target / "tokenizer.json").read_bytes() == b"{}"
-    assert not (target / "generation_config.json").exists()
-    load_checkpoint(target, "bfloat16")
-
-
-# --- full disk --------------------------------------------------------------------------------------------------
-
-
-def assert_disk_full(source: Path, target: Path, needed: int, free: int) -> None:
-    with pytest.raises(OSError) as caught:
-        convert_checkpoint(source, target, "bfloat16")
-    message = str(caught.value)
-    assert caught.value.errno == errno.ENOSPC
-    assert message.startswith(f"the disk of {target} is full")
-    assert f"({needed} bytes)" in message
-    assert f"({free} bytes) are free" in message
-    assert "resumes" in message
-    assert "\n" not in message
-    assert "unfinished" in refusal(target)
-
-
-def disk_with(free: int) -> Callable[[Any], Any]:
-    return lambda _path: shutil._ntuple_diskusage(10**9, 10**9 - free, free)  # pyright: ignore
-
-
-def model_bytes(source: Path) -> int:
-    return sum(f.stat().st_size for f in source.glob("*.safetensors")) - sum(
-        8 + int.from_bytes(f.read_bytes()[:8], "little") for f in source.glob("*.safetensors")
-    )
-
-
-def test_full_disk_is_seen_beforehand(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = model_bytes(source) + 2**20
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", disk_with(needed - 1))
-        assert_disk_full(source, target, needed, needed - 1)
-        assert len(files_of(target)["experts.pages"]) == 0
-    monkeypatch.setattr(shutil, "disk_usage", disk_with(needed))
-    assert convert_checkpoint(source, target, "bfloat16")
-
-
-def test_disk_that_fills_up_in_the_middle(
-    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = convert_until(source, target, None)
-    want = files_of(target)
-    shutil.rmtree(target)
-    monkeypatch.setattr(shutil, "disk_usage", disk_with(10**8))
-    original = Checkpoint.read_pages
-
-    def read_pages(self: Checkpoint, out: Any, first_page: int, *rest: Any) -> None:
-        if first_page == 20:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        original(self, out, first_page, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpoint, "read_pages", read_pages)
-        assert_disk_full(source, target, model_bytes(source) - 20 * PAGE_BYTES + 2**20, 10**8)
-    resumed = convert_until(source, target, None)
-    assert (steps.count("read_pages"), resumed.count("read_pages")) == (6, 4)
-    assert files_of(target) == want
-
-
-def test_disk_that_orbax_finds_full(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def save(_target: Path, _params: Any) -> None:
-        raise ValueError("RESOURCE_EXHAUSTED: Error writing d/0: No space left on device")
-
-    monkeypatch.setattr(shutil, "disk_usage", disk_with(10**8))
-    with monkeypatch.context() as patch:
-        patch.setattr(packed, "_save_params", save)
-        assert_disk_full(source, target, model_bytes(source) - NUM_PAGES * PAGE_BYTES + 2**20, 10**8)
-    assert convert_checkpoint(source, target, "bfloat16")
-
-
-def test_other_errors_of_the_disk_pass_through(
-    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_args: Any) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(Checkpoint, "read_pages", fail)
-    with pytest.raises(OSError, match="Input/output error"):
-        convert_checkpoint(source, target, "bfloat16")
 
 
 # --- damage -----------------------------------------------------------------------------------------------------

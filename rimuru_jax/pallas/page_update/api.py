@@ -23,7 +23,7 @@ def write_kv(
     Args:
         pool: the page pool, donated or carried by the caller so that it is written in place.
         view: pages `[2 (K, V), N, page_tokens, h]`.
-        keys, values: `[T, N, h]`, T >= 2.
+        keys, values: `[T, N, h]`.
         pages: page of each token; 0 (scratch) for padding rows.
         offsets: row of each token in its page, 0 <= offset < page_tokens.
     """
