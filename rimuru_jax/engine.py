@@ -274,7 +274,7 @@ class Engine:
         self.num_routed_tokens += sum(chunk.num_tokens for chunk in plan.chunks)
         self.experts.observe(counts)
 
-        tokens = sampled.token_ids
+        tokens = sampled.token_ids[: len(plan.chunks)]  # padding rows sampled too
         row_of = {chunk.request: row for row, chunk in enumerate(plan.chunks)}
         for request in self.scheduler.update(plan, tokens):  # type: ignore[arg-type]
             row = row_of[request]

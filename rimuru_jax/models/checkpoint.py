@@ -24,7 +24,7 @@ from rimuru_jax.models.weights import (
     ParameterPath,
     TensorNames,
     TensorSource,
-    expert_source,
+    expert_sources,
     resident_sources,
 )
 
@@ -130,13 +130,7 @@ class Checkpoint:
         config = parse_config(raw)
         names = tensor_names(config.model_type)
         resident = resident_sources(config, names)
-        moe = config.moe
-        pages = tuple(
-            expert_source(config, names, layer, expert, matrix)
-            for layer in range(len(config.moe_layers))
-            for expert in range(moe.num_experts)
-            for matrix in range(moe.matrices)
-        )
+        pages = tuple(expert_sources(config, names))
         tensors = _read_headers(folder)
         _compare(folder, tensors, [*resident.values(), *pages], names)
         return cls(

@@ -9,7 +9,9 @@ from rimuru_jax.array_types import Hidden, Keys
 from rimuru_jax.models.config import Rotary
 
 
-_CPU_CHUNK = 1024  # rows of a weight in one product: with many more, XLA's CPU products are up to ten times slower
+_CPU_CHUNK = (
+    1024  # rows of a weight in one product: with many more, XLA's CPU products are up to ten times slower
+)
 
 
 def linear(
@@ -33,7 +35,9 @@ def _cpu_product(x: Float[Array, "T n"], weight: Float[Array, "m n"]) -> Float[A
 
     def product(part: Array) -> Array:
         # The barrier keeps the conversion out of the product's inner loop.
-        return lax.dot_general(lax.optimization_barrier(part.astype(jnp.float32)), x.T, (((1,), (0,)), ((), ())))
+        return lax.dot_general(
+            lax.optimization_barrier(part.astype(jnp.float32)), x.T, (((1,), (0,)), ((), ()))
+        )
 
     m, n = weight.shape
     if m <= _CPU_CHUNK:

@@ -123,14 +123,16 @@ def resident_sources(config: ModelConfig, names: TensorNames) -> Mapping[Paramet
     return sources
 
 
-def expert_source(
-    config: ModelConfig, names: TensorNames, moe_layer: int, expert: int, matrix: int
-) -> TensorSource:
-    """The tensor of one expert page: matrix 0 is w1 (gate), 1 is w3 (up), the last is w2 (down)."""
-    moe, layer = config.moe, config.moe_layers[moe_layer]
-    name = (names.layer + names.ffn + names.expert).format(
-        layer=layer, expert=expert, matrix=names.matrices[matrix]
-    )
-    down = matrix == moe.matrices - 1
-    shape = (config.hidden_size, moe.intermediate_size)
-    return TensorSource((name,), (shape if down else shape[::-1],))
+def expert_sources(config: ModelConfig, names: TensorNames) -> list[TensorSource]:
+    """The tensor of every expert page, in (MoE layer, expert, matrix) order: w1 (gate), w3 (up), w2 (down)."""
+    moe = config.moe
+    down = (config.hidden_size, moe.intermediate_size)
+    sources = []
+    for layer in config.moe_layers:
+        prefix = (names.layer + names.ffn).format(layer=layer)
+        for expert in range(moe.num_experts):
+            for matrix, name in enumerate(names.matrices):
+                shape = down if matrix == moe.matrices - 1 else down[::-1]
+                tensor = prefix + names.expert.format(expert=expert, matrix=name)
+                sources.append(TensorSource((tensor,), (shape,)))
+    return sources

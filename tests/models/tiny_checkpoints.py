@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rimuru_jax.models.registry import parse_config, tensor_names
-from rimuru_jax.models.weights import TensorSource, expert_source, resident_sources
+from rimuru_jax.models.weights import TensorSource, expert_sources, resident_sources
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 96,
@@ -94,14 +94,7 @@ def write_weights(folder: Path, tensors: Mapping[str, np.ndarray], *, shards: in
 
 def _random_tensors(raw: Mapping[str, Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
     config, names = parse_config(raw), tensor_names(raw["model_type"])
-    moe = config.moe
-    experts = [
-        expert_source(config, names, layer, expert, matrix)
-        for layer in range(len(config.moe_layers))
-        for expert in range(moe.num_experts)
-        for matrix in range(moe.matrices)
-    ]
-    sources: list[TensorSource] = [*resident_sources(config, names).values(), *experts]
+    sources: list[TensorSource] = [*resident_sources(config, names).values(), *expert_sources(config, names)]
     return {
         name: _random(name, shape, rng)
         for source in sources
