@@ -15,7 +15,7 @@ from rimuru_jax.cli.plan import plan
 
 USER_ERROR = 2
 INTERRUPTED = 128 + 2
-BROKEN_PIPE = 128 + 13
+BROKEN_PIPE = 1  # as typer exits when a command meets it
 
 # Of all errors in the command line; its place differs between versions of typer, which only exports a subclass.
 _CommandLineError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -24,6 +24,7 @@ app = typer.Typer(
     name="rimuru",
     help="Serve Mixture-of-Experts models from one page pool that experts, KV cache and states share.",
     add_completion=False,
+    rich_markup_mode=None,  # its panels cut the names of long options
     invoke_without_command=True,
 )
 for command in (generate, chat, plan, convert):
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _sentence(error: Any) -> str:
     if isinstance(error, _CommandLineError):
-        text = error.format_message()  # type: ignore[attr-defined]
+        text = error.format_message()
     elif isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{error.filename}: {error.strerror}"
     elif isinstance(error, MemoryError):

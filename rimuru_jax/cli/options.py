@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import typer
 
@@ -67,33 +67,32 @@ def parse_offload_limit(text: str) -> int | Literal["auto"]:
     return int(text)
 
 
-_ENGINE, _SAMPLING = "Engine", "Sampling"
-
 Model = Annotated[
     Path | None,
-    typer.Option(help="Hugging Face or packed model folder. Default: the embedded model.", show_default=False),
+    typer.Option(
+        help="Hugging Face or packed model folder. Default: the embedded model.", show_default=False
+    ),
 ]
 Dtype = Annotated[
     Literal["float32", "bfloat16"],
-    typer.Option(help="Type of weights, activations, keys and values.", rich_help_panel=_ENGINE),
+    typer.Option(help="Type of weights, activations, keys and values."),
 ]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(
         help="Tokens of the longest request. Default: the model's limit, or as much as fits.",
-        rich_help_panel=_ENGINE,
     ),
 ]
 BlockSize = Annotated[
     int | None,
-    typer.Option(
-        help="Tokens of one KV page. Default: 16, or less where 16 would waste pool.", rich_help_panel=_ENGINE
-    ),
+    typer.Option(help="Tokens of one KV page. Default: 16, or less where 16 would waste pool."),
 ]
 PoolBytes = Annotated[
     Any,
     typer.Option(
-        metavar="BYTES", parser=parse_bytes, help="Size of the page pool: 128MiB, 2GB, ...", rich_help_panel=_ENGINE
+        metavar="BYTES",
+        parser=parse_bytes,
+        help="Size of the page pool: 128MiB, 2GB, ...",
     ),
 ]
 OffloadLimit = Annotated[
@@ -102,67 +101,59 @@ OffloadLimit = Annotated[
         metavar="N|auto",
         parser=parse_offload_limit,
         help="Experts of a layer that may be away from the pool.",
-        rich_help_panel=_ENGINE,
     ),
 ]
-LoadingBufferExperts = Annotated[
-    int, typer.Option(help="Experts of one loading-buffer set, at most.", rich_help_panel=_ENGINE)
-]
+LoadingBufferExperts = Annotated[int, typer.Option(help="Experts of one loading-buffer set, at most.")]
 MEMORY_POLICIES = (
     "static: all experts resident; fixed: each layer at its floor; elastic: residency moves with the load."
 )
 
-_DEFAULTS = EngineConfig()
+DEFAULTS = EngineConfig()
 
 
 def engine_options(
     *,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="Folder of the tokenizer, if not the model's.", rich_help_panel=_ENGINE),
+        typer.Option(help="Folder of the tokenizer, if not the model's."),
     ] = None,
-    dtype: Dtype = _DEFAULTS.dtype,
+    dtype: Dtype = DEFAULTS.dtype,
     seed: Annotated[
         int,
-        typer.Option(help="Seed of random choices; the same seed gives the same text.", rich_help_panel=_ENGINE),
-    ] = _DEFAULTS.seed,
+        typer.Option(help="Seed of random choices; the same seed gives the same text."),
+    ] = DEFAULTS.seed,
     max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[
-        int, typer.Option(help="Requests that run at once, at most.", rich_help_panel=_ENGINE)
-    ] = _DEFAULTS.max_num_seqs,
+        int, typer.Option(help="Requests that run at once, at most.")
+    ] = DEFAULTS.max_num_seqs,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Tokens of one step, at most.", rich_help_panel=_ENGINE)
-    ] = _DEFAULTS.max_num_batched_tokens,
+        int, typer.Option(help="Tokens of one step, at most.")
+    ] = DEFAULTS.max_num_batched_tokens,
     block_size: BlockSize = None,
-    scheduling_policy: Annotated[
-        Literal["fcfs", "priority"], typer.Option(rich_help_panel=_ENGINE)
-    ] = _DEFAULTS.scheduling_policy,
+    scheduling_policy: Annotated[Literal["fcfs", "priority"], typer.Option()] = DEFAULTS.scheduling_policy,
     memory_policy: Annotated[
         Literal["static", "fixed", "elastic"],
-        typer.Option(help=MEMORY_POLICIES, rich_help_panel=_ENGINE),
-    ] = _DEFAULTS.memory_policy,
+        typer.Option(help=MEMORY_POLICIES),
+    ] = DEFAULTS.memory_policy,
     page_pool_bytes: PoolBytes = None,
     expert_offload_limit: OffloadLimit = "auto",
-    loading_buffer_experts: LoadingBufferExperts = _DEFAULTS.loading_buffer_experts,
+    loading_buffer_experts: LoadingBufferExperts = DEFAULTS.loading_buffer_experts,
     expert_cache_policy: Annotated[
         Literal["hotset", "lru"],
-        typer.Option(
-            help="Which experts stay: by a hotset profile, or the last used.", rich_help_panel=_ENGINE
-        ),
-    ] = _DEFAULTS.expert_cache_policy,
+        typer.Option(help="Which experts stay: by a hotset profile, or the last used."),
+    ] = DEFAULTS.expert_cache_policy,
     expert_hotset_path: Annotated[
         Path | None,
-        typer.Option(help="Profile written by `rimuru hotset record`.", rich_help_panel=_ENGINE),
+        typer.Option(help="Profile written by `rimuru hotset record`."),
     ] = None,
     expand_patience: Annotated[
         int,
-        typer.Option(
-            help="Passes with a surplus of pages before experts are taken back.", rich_help_panel=_ENGINE
-        ),
-    ] = _DEFAULTS.expand_patience,
+        typer.Option(help="Passes with a surplus of pages before experts are taken back."),
+    ] = DEFAULTS.expand_patience,
     verify_checkpoint: Annotated[
-        bool, typer.Option(help="Check a packed checkpoint's checksums while loading.", rich_help_panel=_ENGINE)
-    ] = _DEFAULTS.verify_checkpoint,
+        bool,
+        typer.Option(help="Check a packed checkpoint's checksums while loading."),
+    ] = DEFAULTS.verify_checkpoint,
 ) -> dict[str, Any]:
     """Keyword arguments of `Engine`."""
     options = dict(locals())
@@ -171,8 +162,10 @@ def engine_options(
     return options
 
 
-type Sampling = Callable[[Path], SamplingParams]
-"""The sampling parameters for a model folder, whose generation_config.json gives what the user did not."""
+class Sampling(Protocol):
+    def __call__(self, folder: Path, *, n: int = 1) -> SamplingParams:
+        """Parameters for a model folder, whose generation_config.json gives what the user did not."""
+        ...
 
 
 def sampling_options(
@@ -181,42 +174,36 @@ def sampling_options(
         float | None,
         typer.Option(
             help="0 takes the most probable token. Default: of the model's generation_config.json, else 0.",
-            rich_help_panel=_SAMPLING,
         ),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Keep the fewest tokens that reach this probability.", rich_help_panel=_SAMPLING),
+        typer.Option(help="Keep the fewest tokens that reach this probability."),
     ] = None,
     top_k: Annotated[
         int | None,
-        typer.Option(help="Keep this many of the most probable tokens; 0 is off.", rich_help_panel=_SAMPLING),
+        typer.Option(help="Keep this many of the most probable tokens; 0 is off."),
     ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option(help="Keep tokens this probable relative to the best.", rich_help_panel=_SAMPLING),
+        typer.Option(help="Keep tokens this probable relative to the best."),
     ] = None,
-    presence_penalty: Annotated[float, typer.Option(rich_help_panel=_SAMPLING)] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(rich_help_panel=_SAMPLING)] = 0.0,
-    repetition_penalty: Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)] = None,
-    max_tokens: Annotated[
-        int, typer.Option(help="Tokens to generate, at most.", rich_help_panel=_SAMPLING)
-    ] = 512,
-    min_tokens: Annotated[
-        int, typer.Option(help="Tokens before the output may end.", rich_help_panel=_SAMPLING)
-    ] = 0,
+    presence_penalty: Annotated[float, typer.Option()] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option()] = 0.0,
+    repetition_penalty: Annotated[float | None, typer.Option()] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.")] = 512,
+    min_tokens: Annotated[int, typer.Option(help="Tokens before the output may end.")] = 0,
     stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends the output; repeatable.", rich_help_panel=_SAMPLING)
+        list[str] | None,
+        typer.Option(help="Text that ends the output; repeatable."),
     ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after the end token.", rich_help_panel=_SAMPLING)
-    ] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False,
 ) -> Sampling:
     """The user's sampling parameters, open to what the model's folder says."""
-    given = {name: value for name, value in locals().items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in locals().items() if value is not None}
 
-    def resolve(folder: Path) -> SamplingParams:
-        return SamplingParams(**{"temperature": 0.0} | _generation_config(folder) | given)
+    def resolve(folder: Path, *, n: int = 1) -> SamplingParams:
+        return SamplingParams(n=n, **{"temperature": 0.0} | _generation_config(folder) | given)
 
     SamplingParams(**given)  # complain before anything is loaded
     return resolve

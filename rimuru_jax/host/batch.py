@@ -62,13 +62,6 @@ class Batch:
         self._kinds = allocator.layout.sequence_kinds
         self._token_kinds = tuple(placed for placed in self._kinds if placed.kind.page_tokens)
         self._page_tokens = [(placed.kind.name, placed.kind.page_tokens) for placed in self._token_kinds]
-        self._parent_tokens = min(
-            (
-                placed.kind.page_tokens * max(1, placed.units_per_parent // placed.tables)
-                for placed in self._token_kinds
-            ),
-            default=1,
-        )
 
     @property
     def largest_page_tokens(self) -> int:
@@ -122,18 +115,9 @@ class Batch:
         """What running requests lack now or need in the next pass, by owner."""
         return [(request.handle, self.growth(request)) for request in self.growing()]
 
-    def is_roomy(self, num_growing: int) -> bool:
-        """Whether each of so many requests could open an L2 page of its own for every kind that grows."""
-        return self._allocator.free_expert_pages >= num_growing * len(self._token_kinds)
-
-    def grow(self, request: Request, *, fill_parent: bool) -> bool:
-        """Take the page that the next token starts; False, and nothing changed, when it is not to be had.
-
-        `fill_parent` takes what is left of the L2 page it is cut from, too: placement keeps that for the request anyway,
-        and asking once for several pages is cheaper.
-        """
-        ahead = self._parent_tokens - request.num_computed_tokens % self._parent_tokens if fill_parent else 1
-        return self._take(request, request.slot, self.growth(request, ahead))
+    def grow(self, request: Request) -> bool:
+        """Take the page that the next token starts; False, and nothing changed, when it is not to be had."""
+        return self._take(request, request.slot, self.growth(request))
 
     def admit(self, request: Request) -> bool:
         """A free slot and pages for all tokens known; False, and nothing changed, when pages are short."""

@@ -3,9 +3,8 @@
 One pass, in this order:
 
     1. pages whose reclaim delay is over become free; experts copied by the last step are shown
-    2. running requests that cross a page boundary take their pages, the rest of an L2 page at once while there is room;
-       who cannot skips this pass while pages that are returning or could be shrunk cover it, otherwise the youngest of
-       the lowest priority is preempted
+    2. running requests that cross a page boundary take their pages; who cannot skips this pass while pages that are
+       returning or could be shrunk cover it, otherwise the youngest of the lowest priority is preempted
     3. decodes, then chunks of running prompts, are planned
     4. the head of the queue is admitted while tokens, slots and pages last: pages for all its tokens or none
     5. one signed balance of pages moves the residency of experts (`memory_policy="elastic"` only)
@@ -236,14 +235,8 @@ class Scheduler:
         lacking: dict[Request, tuple[int, Mapping[str, int]]] = {}
         preempted: list[Request] = []
         rejected: list[Request] = []
-        growing = self._batch.growing()
-        roomy = self._batch.is_roomy(len(growing))
-        for request in sorted(growing, key=self._key):
-            if request.status is not RequestStatus.RUNNING:
-                continue
-            if roomy and self._batch.grow(request, fill_parent=True):
-                continue
-            if self._batch.grow(request, fill_parent=False):
+        for request in sorted(self._batch.growing(), key=self._key):
+            if request.status is not RequestStatus.RUNNING or self._batch.grow(request):
                 continue
             lacking[request] = (request.handle, self._batch.growth(request))
             while request in lacking and not self._reclaimable(list(lacking.values())):

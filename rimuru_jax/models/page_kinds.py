@@ -49,7 +49,7 @@ class PageModel:
 
 def page_model(raw: Mapping[str, Any]) -> PageModel:
     """Read the contents of a config.json. Raises ValueError, in one sentence, for what cannot be planned."""
-    model_type = raw.get("model_type")
+    model_type = str(raw.get("model_type"))
     if model_type in ARCHITECTURES:
         return _served(parse_config(raw))
     if model_type not in _HYBRIDS:
@@ -62,7 +62,7 @@ def page_model(raw: Mapping[str, Any]) -> PageModel:
     if not hybrid.attention_layers or not hybrid.recurrent_layers:
         raise ValueError(f"this {model_type} model is no hybrid of attention and recurrent layers")
     return PageModel(
-        model_type=str(model_type),
+        model_type=model_type,
         served=False,
         num_experts=hybrid.num_experts,
         num_experts_per_tok=hybrid.num_experts_per_tok,

@@ -105,6 +105,9 @@ class World:
         self._in_flight: deque[tuple[StepPlan, list[np.ndarray], list[np.ndarray]]] = deque()
         self._computed: dict[int, int] = {}  # handle: tokens whose results are in the pool
         self._known: dict[int, int] = {}  # handle: tokens known at admission
+        self._readmitted: dict[
+            int, dict[int, int]
+        ] = {}  # handle: tokens computed by those running at its admission
         self._slots: dict[int, int] = {}  # handle: slot
         self._slot_left: dict[int, int] = {}  # slot: last step whose plan could show it
 
@@ -213,6 +216,8 @@ class World:
             assert not plan.rejected
         # 19: the oldest stays, nobody comes back in the same pass
         assert oldest not in plan.preempted
+        if setup.policy == "fcfs":
+            self._check_progress(plan)
         planned = [chunk.request for chunk in plan.chunks]
         assert not set(planned) & set(plan.preempted)
         self._forget()
@@ -231,6 +236,8 @@ class World:
                 self._slots[request.handle] = request.slot
                 self._computed[request.handle] = 0
                 self._known[request.handle] = request.num_tokens - chunk.samples
+                running = {other.handle: other.num_computed_tokens for other in scheduler.running}
+                self._readmitted[request.handle] = running
             assert chunk.start == self._computed[request.handle]
             assert chunk.num_tokens >= 1
             before = self._covered(request)
@@ -263,14 +270,23 @@ class World:
             self.allocator.check_ledger()
         self._ledger, self._calls = ledger, self.operations
 
+    def _check_progress(self, plan: StepPlan) -> None:
+        """19: before a request is preempted for the (k + 1)-th time, one of those that ran beside it when it came back
+        has finished or computed about 2^k pages of tokens since: each time twice as many, so recomputation is bounded.
+        """
+        for request in plan.preempted:
+            if (times := request.num_preemptions - 1) > 0:
+                then = self._readmitted[request.handle]
+                gone = any(handle not in self._computed for handle in then)
+                progress = [self._computed[handle] - tokens for handle, tokens in then.items() if not gone]
+                assert gone or max(progress) >= (PAGE_TOKENS << times) - 1
+
     def _covered(self, request: Request) -> int:
         """Columns of its KV tables that a running request must have: all tokens known at admission or computed."""
         return -(-max(self._known[request.handle], self._computed[request.handle]) // PAGE_TOKENS)
 
     def _check_requests(self) -> None:
-        """Pages and table rows of every running request cover its tokens, and no more than the rest of one L2
-        page beyond them; all other rows are scratch.
-        """
+        """Pages and table rows of every running request cover its tokens, no more; all other rows are scratch."""
         idle = set(range(self.setup.max_num_seqs))
         for request in self.scheduler.running:
             idle.remove(request.slot)
@@ -278,11 +294,9 @@ class World:
             holds = self.allocator.holds(request.handle)
             for placed in self.layout.sequence_kinds:
                 name = placed.kind.name
-                columns = int(self.tables.lengths(name)[request.slot])
-                least = self._covered(request) if placed.kind.page_tokens else 1
-                spare = max(1, placed.units_per_parent // placed.tables) - 1 if placed.kind.page_tokens else 0
-                assert least <= columns <= least + spare
+                columns = self._covered(request) if placed.kind.page_tokens else 1
                 assert holds[name] == columns * placed.tables
+                assert int(self.tables.lengths(name)[request.slot]) == columns
                 row = self.tables.arrays[name][:, request.slot]
                 assert (row[:, :columns] > 0).all() and not row[:, columns:].any()
         for request in self.scheduler.waiting:

@@ -243,6 +243,19 @@ def test_a_running_request_waits_for_pages_that_experts_give_up():
 
 
 @pytest.mark.parametrize("delay", [1, 2, 3])
+def test_experts_shrink_once_for_the_same_pages(delay: int):
+    """5 pages are free, the request needs 8: R_b = 3 takes two experts, whose pages are then waited for."""
+    world = _world(memory_policy="elastic", pages=18 + 5, reclaim_delay=delay, max_num_batched_tokens=64)
+    world.add(60, 2)
+    plans = world.run(delay + 1)
+    assert [plan.waiting_for for plan in plans] == [*["reclaim"] * delay, None]
+    shrinks = [(event.step, event.fields["experts"]) for event in world.metrics.events("shrink")]
+    assert shrinks == [(1, 2)]
+    world.drain()
+    world.check_idle()
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3])
 def test_a_burst_shrinks_the_experts_and_the_lull_grows_them_back(delay: int):
     """All experts and 12 pages: six requests of 5 pages, four at a time, need 8 more."""
     world = _world(memory_policy="elastic", pages=18 + 12, reclaim_delay=delay)
