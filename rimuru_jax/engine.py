@@ -6,7 +6,7 @@ over what changed, run the model, choose tokens, deliver them.
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from rimuru_jax.config import EngineConfig
 from rimuru_jax.host.allocator import PageAllocator
-from rimuru_jax.host.expert_cache import ExpertCache, residency_policy
+from rimuru_jax.host.expert_cache import HOST, ExpertCache, residency_policy
 from rimuru_jax.host.hotset import HotsetProfile, ModelFingerprint
 from rimuru_jax.host.metrics import Metrics
 from rimuru_jax.host.page_layout import EXPERT, PageLayout
@@ -29,7 +29,7 @@ from rimuru_jax.models.config import ModelConfig
 from rimuru_jax.models.default_model import DEFAULT_POOL_BYTES, cache_dir, default_model_path
 from rimuru_jax.models.registry import parse_config, read_config
 from rimuru_jax.models.stack import ModelSpec, stack_params
-from rimuru_jax.outputs import FinishReason, RequestOutput
+from rimuru_jax.outputs import FinishReason, Logprob, RequestOutput
 from rimuru_jax.request_state import Completion, Prompt, RequestState, token_logprobs
 from rimuru_jax.sampling import SampledTokens, build_sampling_inputs, sample
 from rimuru_jax.sampling_params import SamplingParams
@@ -147,7 +147,7 @@ class Engine:
             )
         state = RequestState(request_id, text, ids)
         if params.prompt_logprobs is not None:
-            state.prompt_logprobs = [None] * len(ids)
+            state.prompt_logprobs = list[dict[int, Logprob] | None]([None] * len(ids))
         array = np.asarray(ids, np.int32)
         for index in range(params.n):
             arrival = next(self._arrivals)
@@ -243,9 +243,13 @@ class Engine:
             completion.close()
             changed[state.request_id] = state
         self.loop.copy_experts(plan.expert_copies)
+        self.metrics.add("expert_pages_loaded", len(plan.expert_copies) * self.experts.matrices)
         if self._shown_experts != self.experts.version:
             self._shown_experts = self.experts.version
-            self.loop.set_experts(*self.experts.step_tables(), self.experts.buffer_pages)
+            pages, loads = self.experts.step_tables()
+            self.loop.set_experts(pages, loads, self.experts.buffer_pages)
+            self._in_pool = pages[:, :, 0] != HOST
+            self._buffered = self._in_pool & ~self.experts.resident
         if plan.chunks:
             outputs = self.loop.run(pack([self._chunk(chunk) for chunk in plan.chunks]))
             self._deliver(plan, outputs, changed)
@@ -269,10 +273,8 @@ class Engine:
         inputs, features = build_sampling_inputs(rows, outputs.logits.shape[0])
         sampled: SampledTokens = jax.device_get(_sample(outputs.logits, inputs, features))
         self._prompt_logprobs(plan, outputs)
-        counts = np.asarray(outputs.router_counts)
-        self.router_counts += counts
+        self._count_experts(np.asarray(outputs.router_counts))
         self.num_routed_tokens += sum(chunk.num_tokens for chunk in plan.chunks)
-        self.experts.observe(counts)
 
         tokens = sampled.token_ids[: len(plan.chunks)]  # padding rows sampled too
         row_of = {chunk.request: row for row, chunk in enumerate(plan.chunks)}
@@ -292,6 +294,20 @@ class Engine:
                 completion.logprobs.append(token_logprobs(row, token, sampled.logprobs, width, tokenizer))
             if reason := completion.accept(token, request.length_limit(self.plan.max_model_len)):
                 self._end(completion, reason)
+
+    def _count_experts(self, counts: np.ndarray) -> None:
+        """Take in the router counts of a step: where the chosen experts were, and what the policy learns."""
+        self.router_counts += counts
+        self.experts.observe(counts)
+        chosen = counts > 0
+        touched, in_pool, buffered, loaded = (
+            int(np.count_nonzero(mask))
+            for mask in (chosen, chosen & self._in_pool, chosen & self._buffered, self._buffered)
+        )
+        self.metrics.add("expert_hits", in_pool - buffered)
+        self.metrics.add("expert_buffer_hits", buffered)
+        self.metrics.add("expert_host_reads", touched - in_pool)
+        self.metrics.add("expert_pages_loaded", loaded * self.experts.matrices)
 
     def _prompt_logprobs(self, plan: StepPlan, outputs: StepOutputs) -> None:
         """Fill in the prompt log-probabilities that this step's hidden states give."""
@@ -386,7 +402,7 @@ class Engine:
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput]:
         """Complete one prompt, yielding it after every token. Leaving the loop early ends the request."""
         request_id = f"stream-{next(self._arrivals)}"
         self.add_request(request_id, prompt, sampling_params)

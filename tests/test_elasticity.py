@@ -94,6 +94,12 @@ def test_loading_buffers_hold_what_the_host_holds(model):
     one.generate(prompts(1, seed=4)[0], PARAMS, use_tqdm=False)
     _, loads = one.experts.step_tables()
     assert (loads >= 0).sum() == 3 * 4
+    counters, steps = one.metrics.counters, one.metrics.counters["scheduler_passes"]
+    assert counters["expert_pages_loaded"] == steps * 4 * 3 * 3
+    touched = [counters[name] for name in ("expert_hits", "expert_buffer_hits", "expert_host_reads")]
+    assert min(touched) > 0
+    # One token touches two experts in each of four layers; the prompt's step at most all of them.
+    assert (steps - 1) * 4 * 2 < sum(touched) <= (steps - 1) * 4 * 2 + 4 * 16
     pool, host = np.asarray(one.loop.pool), np.asarray(one.loop.host_pages)
     pages = pool.reshape(-1, host.shape[1])
     # The two sets were last filled by the last two layers.

@@ -148,11 +148,11 @@ def test_switching_policy_or_residency_compiles_nothing():
 
     name = "qwen3_moe"
     run(engine(name, memory_policy="static"), name)
-    compiled = step._cache_size()
+    compiled = step._cache_size()  # type: ignore[attr-defined]
     for config in (
         {"memory_policy": "fixed", "expert_offload_limit": 8},
         {"memory_policy": "fixed", "expert_offload_limit": 3, "loading_buffer_experts": 1},
         {"memory_policy": "elastic", "expert_cache_policy": "lru"},
     ):
         run(engine(name, **config), name)
-    assert step._cache_size() == compiled
+    assert step._cache_size() == compiled  # type: ignore[attr-defined]

@@ -19,6 +19,10 @@ COUNTERS = (
     "awaiting_reclaim",  # times a running request skipped a pass because its pages were still returning
     "expert_shrinks",  # experts given up
     "expert_expansions",  # experts taken back
+    "expert_hits",  # experts that tokens chose in a layer of a step, resident in the pool
+    "expert_buffer_hits",  # the same, copied into a loading buffer by the step itself
+    "expert_host_reads",  # the same, read from host memory in place
+    "expert_pages_loaded",  # pages copied from host memory into the pool, loading buffers included
     "expert_reversals",  # passes whose residency change had the opposite sign of the change before
 )
 GAUGES = (

@@ -100,9 +100,8 @@ class ModelConfig:
     @property
     def moe(self) -> Moe:
         """The routed feed-forward: of one shape in every layer that has one."""
-        return _the_only(
-            (self.layers[i].ffn for i in self.moe_layers), "routed feed-forward", self.model_type
-        )
+        routed = (layer.ffn for layer in self.layers if isinstance(layer.ffn, Moe))
+        return _the_only(routed, "routed feed-forward", self.model_type)
 
     @property
     def attention(self) -> Attention:

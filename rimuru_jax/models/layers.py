@@ -8,10 +8,8 @@ from jaxtyping import Array, Float, Int32
 from rimuru_jax.array_types import Hidden, Keys
 from rimuru_jax.models.config import Rotary
 
-
-_CPU_CHUNK = (
-    1024  # rows of a weight in one product: with many more, XLA's CPU products are up to ten times slower
-)
+# Rows of a weight in one product: with many more, products on a CPU are up to ten times slower.
+_CPU_CHUNK = 1024
 
 
 def linear(

@@ -21,7 +21,7 @@ ARCHITECTURES: Mapping[str, ModuleType] = {
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """A `ModelConfig` from the contents of a config.json. Raises ValueError naming what is missing or unsupported."""
     model_type = raw.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise ValueError(
             f"model_type {model_type!r} in config.json is not supported; supported are {', '.join(sorted(ARCHITECTURES))}"
         )
