@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from rich.console import Console
 from rich.progress import Progress
 
 from rimuru_jax.config import EngineConfig
@@ -362,7 +363,7 @@ class Engine:
         try:
             for request_id, prompt, params in zip(ids, prompts, sampling_params, strict=True):
                 self.add_request(request_id, prompt, params, priority=priority)
-            with Progress(disable=not use_tqdm, transient=True) as bar:
+            with Progress(console=Console(stderr=True), disable=not use_tqdm, transient=True) as bar:
                 task = bar.add_task("generating", total=len(prompts))
                 while len(done) < len(ids):
                     for output in self.step():

@@ -7,17 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
 from typer.testing import CliRunner
 
-from rimuru_jax import Engine
+from rimuru_jax import Engine, SamplingParams
 from rimuru_jax.cli import app, main
 from rimuru_jax.cli.hotset import describe_skew
 from rimuru_jax.cli.options import parse_bytes, sampling_options
@@ -42,11 +42,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with the words w0 to w95 and a chat template."""
     folder = tmp_path_factory.mktemp("words") / "model"
     write_checkpoint(folder, "qwen3_moe", seed=5)
-    words = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0")  # type: ignore[call-arg]
     )
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    words.save(str(folder / "tokenizer.json"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
@@ -67,10 +67,13 @@ def outputs(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+def words(ids: list[int]) -> str:
+    """The text of an answer: this tokenizer sets every word off from what comes before it."""
+    return "".join(f" w{i}" for i in ids)
+
+
 def expected(model: Path, ids: list[int], max_tokens: int) -> list[int]:
     """What the engine itself answers greedily."""
-    from rimuru_jax import SamplingParams
-
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     [output] = Engine(model).generate([ids], params, use_tqdm=False)
     return output.outputs[0].token_ids
@@ -80,9 +83,9 @@ def expected(model: Path, ids: list[int], max_tokens: int) -> list[int]:
 
 
 def test_one_prompt_is_streamed_as_text(run, model):
-    want = " ".join(f"w{i}" for i in expected(model, [3, 4, 9], 6))
+    want = words(expected(model, [3, 4, 9], 6))
     assert run("generate", "w3 w4", "--model", model, "--max-tokens", 6)[:2] == (0, want + "\n")
-    want = " ".join(f"w{i}" for i in expected(model, [3, 4], 6))
+    want = words(expected(model, [3, 4], 6))
     status, out, err = run("generate", "w3 w4", "--model", model, "--max-tokens", 6, "--no-chat-template")
     assert (status, out) == (0, want + "\n")
     last = err.splitlines()[-1]
@@ -113,7 +116,7 @@ def test_json_is_all_of_stdout(run, model, tmp_path, monkeypatch):
     for line in lines:
         assert [completion["index"] for completion in line["outputs"]] == [0, 1]
         for completion in line["outputs"]:
-            assert completion["text"] == " ".join(f"w{i}" for i in completion["token_ids"])
+            assert completion["text"] == words(completion["token_ids"])
             ended = completion["finish_reason"] == "stop" or len(completion["token_ids"]) == 4
             assert ended
         metrics = line["metrics"]
@@ -136,10 +139,10 @@ def test_several_prompts_are_headed(run, model):
 
 def test_stop_and_sampling_reach_the_engine(run, model):
     options = ("--model", model, "--no-chat-template", "--max-tokens", 8, "--json", "--ignore-eos")
-    words = outputs(run("generate", "w3 w4", *options)[1])[0]["outputs"][0]["text"].split()
-    [line] = outputs(run("generate", "w3 w4", *options, "--stop", words[2])[1])
+    found = outputs(run("generate", "w3 w4", *options)[1])[0]["outputs"][0]["text"].split()
+    [line] = outputs(run("generate", "w3 w4", *options, "--stop", found[2])[1])
     assert line["outputs"][0]["finish_reason"] == "stop"
-    assert line["outputs"][0]["text"].split() == words[: words.index(words[2])]
+    assert line["outputs"][0]["text"].split() == found[: found.index(found[2])]
 
     def sampled(seed: int) -> list[int]:
         hot = ("--temperature", 5, "--seed", seed)
@@ -246,7 +249,7 @@ def test_read_prompts(tmp_path):
     assert read_prompts(file) == want
     for wrong in ("{", "3", '{"text": "a"}', '{"prompt": "a", "messages": []}', '{"prompt": 3}', "\n"):
         file.write_text('"a"\n' + wrong if wrong.strip() else wrong)
-        with pytest.raises(ValueError, match="line 2|no prompt"):
+        with pytest.raises(ValueError, match=r"line 2|no prompt"):
             read_prompts(file)
 
 
@@ -259,8 +262,8 @@ def test_chat_remembers_until_reset(run, model, monkeypatch):
     first, second, third, *rest = out.split("\n")
     answer = expected(model, [20, 3, 9], 4)
     assert status == 0 and rest == [""]
-    assert first == third == " ".join(f"w{i}" for i in answer)
-    assert second == " ".join(f"w{i}" for i in expected(model, [20, 3, *answer, 4, 9], 4))
+    assert first == third == words(answer)
+    assert second == words(expected(model, [20, 3, *answer, 4, 9], 4))
     assert "starting over" in err and "there is no /nothing" in err
 
 
@@ -343,7 +346,7 @@ def test_plan_foretells_the_engine(run, bare, policy):
     assert row["expert_offload_limit"] == engine.plan.expert_offload_limit
     assert row["pool_bytes"] == engine.loop.pool.nbytes
     assert row["device_bytes"] - row["pool_bytes"] == sum(
-        array.nbytes for array in __import__("jax").tree.leaves(engine.loop.params)
+        array.nbytes for array in jax.tree.leaves(engine.loop.params)
     )
 
 
@@ -384,8 +387,6 @@ def test_closed_pipe_is_quiet():
     reason="the demo extra is not installed",
 )
 def test_the_embedded_model_answers(run):
-    start = time.monotonic()
     status, out, err = run("generate", "What is the capital of France?", "--max-tokens", 16)
     assert status == 0 and "Paris" in out
     assert "of 480 experts resident" in err
-    assert time.monotonic() - start < 300

@@ -88,16 +88,17 @@ def test_published_byte_classes(name, experts, kv_per_token, state, conv, capsys
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
-        ("Qwen1.5-MoE-A2.7B", 14.316),
-        ("Qwen3-30B-A3B", 30.532),
-        ("Qwen3.5-35B-A3B", 34.661),
-        ("Granite-4.0-H-Small", 32.207),
-        ("Nemotron-3-Nano-30B-A3B", 31.578),
+        # As the model cards round them.
+        ("Qwen1.5-MoE-A2.7B", 14.3),
+        ("Qwen3-30B-A3B", 30.5),
+        ("Qwen3.5-35B-A3B", 35),
+        ("Granite-4.0-H-Small", 32),
+        ("Nemotron-3-Nano-30B-A3B", 31.6),
     ],
 )
 def test_resident_weights_complete_the_published_number_of_parameters(name, billions, capsys):
     classes = plan(capsys, str(CONFIGS / f"{name}.json"))["bytes"]
-    assert (classes["resident_weights"] + classes["experts"]) / 2e9 == pytest.approx(billions, abs=5e-4)
+    assert (classes["resident_weights"] + classes["experts"]) / 2e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_fields_in_other_words_mean_the_same():

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -18,7 +18,9 @@ INTERRUPTED = 128 + 2
 BROKEN_PIPE = 1  # as typer exits when a command meets it
 
 # Of all errors in the command line; its place differs between versions of typer, which only exports a subclass.
-_CommandLineError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+_CommandLineError: type[Exception] = next(
+    c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"
+)  # type: ignore[assignment]
 
 app = typer.Typer(
     name="rimuru",
@@ -74,9 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USER_ERROR
 
 
-def _sentence(error: Any) -> str:
+def _sentence(error: Exception) -> str:
     if isinstance(error, _CommandLineError):
-        text = error.format_message()
+        text: str = error.format_message()  # type: ignore[attr-defined]
     elif isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{error.filename}: {error.strerror}"
     elif isinstance(error, MemoryError):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def generate(
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PROMPT]...", help="Texts to complete; - reads them from stdin."),
+        typer.Argument(metavar="PROMPT", help="Texts to complete; - reads them from stdin."),
     ] = None,
     model: Model = None,
     file: Annotated[

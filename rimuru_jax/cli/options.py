@@ -130,7 +130,9 @@ def engine_options(
         int, typer.Option(help="Tokens of one step, at most.")
     ] = DEFAULTS.max_num_batched_tokens,
     block_size: BlockSize = None,
-    scheduling_policy: Annotated[Literal["fcfs", "priority"], typer.Option()] = DEFAULTS.scheduling_policy,
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"], typer.Option(help="Order of admission.")
+    ] = DEFAULTS.scheduling_policy,
     memory_policy: Annotated[
         Literal["static", "fixed", "elastic"],
         typer.Option(help=MEMORY_POLICIES),
@@ -188,9 +190,15 @@ def sampling_options(
         float | None,
         typer.Option(help="Keep tokens this probable relative to the best."),
     ] = None,
-    presence_penalty: Annotated[float, typer.Option()] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option()] = 0.0,
-    repetition_penalty: Annotated[float | None, typer.Option()] = None,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Subtracted from the logits of tokens of the output.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="The same, once for every time a token is there.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Divides positive logits of tokens that are there; 1 is off.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.")] = 512,
     min_tokens: Annotated[int, typer.Option(help="Tokens before the output may end.")] = 0,
     stop: Annotated[
@@ -203,7 +211,8 @@ def sampling_options(
     given: dict[str, Any] = {name: value for name, value in locals().items() if value is not None}
 
     def resolve(folder: Path, *, n: int = 1) -> SamplingParams:
-        return SamplingParams(n=n, **{"temperature": 0.0} | _generation_config(folder) | given)
+        chosen: dict[str, Any] = {"n": n, "temperature": 0.0} | _generation_config(folder) | given
+        return SamplingParams(**chosen)
 
     SamplingParams(**given)  # complain before anything is loaded
     return resolve

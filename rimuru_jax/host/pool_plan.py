@@ -166,10 +166,11 @@ def plan_pool(
     candidate = plan(limits[-1] if max_model_len is not None else _roomiest(plan, limits), length)
     if max_model_len is None and (fitting := _longest_fit(candidate)) > 0:
         return plan(candidate.expert_offload_limit, fitting)
-    needed = _least_bytes(candidate, max_model_len or 1)
+    tokens = max_model_len or 2  # the shortest request: a token in, a token out
+    needed = _least_bytes(candidate, tokens)
     raise ValueError(
         f"a page pool of {pool_bytes} bytes ({format_bytes(pool_bytes)}) is too small for one request of "
-        f"{max_model_len or 1} tokens with {num_experts - candidate.expert_offload_limit} of {num_experts} experts per layer "
+        f"{tokens} tokens with {num_experts - candidate.expert_offload_limit} of {num_experts} experts per layer "
         f"resident: page_pool_bytes must be at least {needed} ({format_bytes(needed)}), or raise expert_offload_limit "
         "or lower max_model_len"
     )

@@ -170,6 +170,32 @@ def test_the_lowest_priority_goes_first_but_never_the_oldest():
     world.drain()
 
 
+def test_recomputation_is_bounded():
+    """Ten requests grow into 37 pages while the youngest is due; were it readmitted whenever its own pages fit, it would
+    be preempted five times over. The world checks that the progress in between doubles.
+    """
+    world = _world(pages=37, max_num_seqs=12, max_num_batched_tokens=256, max_model_len=128)
+    sizes = [
+        (6, 77),
+        (7, 73),
+        (4, 35),
+        (8, 95),
+        (7, 21),
+        (7, 28),
+        (4, 13),
+        (8, 32),
+        (1, 82),
+        (5, 99),
+        (30, 60),
+    ]
+    for prompt, max_tokens in sizes:
+        world.add(prompt, max_tokens)
+    world.drain()
+    assert world.metrics.counters["num_preemptions"] >= 1
+    assert max(request.num_preemptions for request in world.requests) <= 2
+    world.check_idle()
+
+
 def test_what_can_never_fit_is_refused_with_numbers():
     world = _world(pages=4)
     with pytest.raises(

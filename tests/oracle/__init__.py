@@ -13,7 +13,9 @@ DATA = Path(__file__).parent / "data"
 CASES = ("qwen3_moe", "qwen3_moe_tied", "qwen2_moe", "olmoe", "mixtral")
 NUM_PROMPTS = 5
 LONGEST = 4  # index of the prompt whose routing is recorded
-LOGIT_TOLERANCE = 1e-3  # float32 against float32, ours being below 1e-4; wrong details move logits by 3 and more
+LOGIT_TOLERANCE = (
+    1e-3  # float32 against float32, ours being below 1e-4; wrong details move logits by 3 and more
+)
 
 
 @dataclass(frozen=True)
