@@ -12,12 +12,13 @@ import platform
 import statistics
 import sys
 import time
+from typing import Any
 
 import jax
 
 from rimuru_jax import Engine, SamplingParams
 
-POLICIES = (
+POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("static", {"memory_policy": "static", "page_pool_bytes": 256 << 20}),
     ("elastic", {"memory_policy": "elastic"}),
     ("fixed, half away", {"memory_policy": "fixed", "expert_offload_limit": 8}),

@@ -1,5 +1,7 @@
 """The embedded default model through the engine: the dense model's logits, and sensible text."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -69,7 +71,7 @@ def test_stop_strings_and_streaming_agree():
     stop = text[20:26]
     params = SamplingParams(temperature=0, max_tokens=24, stop=[stop])
     texts = [output.outputs[0].text for output in engine.stream(prompt, params)]
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
     whole = engine.generate(prompt, params, use_tqdm=False)[0].outputs[0]
     assert whole.text == texts[-1] == text[: text.index(stop)]
     assert (whole.finish_reason, whole.stop_reason) == ("stop", stop)

@@ -28,9 +28,8 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 def folder(tmp_path_factory: pytest.TempPathFactory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RIMURU_CACHE", str(tmp_path_factory.mktemp("cache")))
-        steps: list[tuple[str, float]] = []
-        path = default_model.default_model_path(lambda stage, done: steps.append((stage, done)))
-    fractions = [done for _, done in steps]
+        fractions: list[float] = []
+        path = default_model.default_model_path(lambda done, _: fractions.append(done))
     assert fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] == 1
     return path
 
