@@ -144,10 +144,11 @@ def bucket_for(num_tokens: int, num_rows: int) -> Bucket:
 
 def buckets(max_num_batched_tokens: int, max_num_seqs: int) -> Iterator[Bucket]:
     """Every bucket that steps within these limits can have."""
-    rows = [1 << i for i in range((max_num_seqs - 1).bit_length() + 1)]
+    # The fewest rows and the most tokens that fall into each size: a bucket that exists at all has such a step.
+    rows = [n for n in (1, *(2**i + 1 for i in range(max_num_seqs.bit_length()))) if n <= max_num_seqs]
+    tokens = {*(2**i for i in range(max_num_batched_tokens.bit_length())), max_num_batched_tokens}
     yield from dict.fromkeys(bucket_for(n, n) for n in rows)
-    tokens = [1 << i for i in range(1, (max_num_batched_tokens - 1).bit_length() + 1)]
-    yield from dict.fromkeys(bucket_for(t, n) for t in tokens for n in rows if n < t)
+    yield from dict.fromkeys(bucket_for(t, n) for t in sorted(tokens) for n in rows if n < t)
 
 
 class ServingLoop:

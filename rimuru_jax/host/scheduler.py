@@ -241,6 +241,8 @@ class Scheduler:
             lacking[request] = (request.handle, self._batch.growth(request))
             while request in lacking and not self._reclaimable(list(lacking.values())):
                 victim = self._youngest()
+                if victim is None and self._batch.step < self._batch.returned_by:
+                    break  # units return inside parents that others share, which no count of whole pages shows
                 if victim is None:
                     self.finish(request, "error")
                     rejected.append(request)

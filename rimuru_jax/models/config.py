@@ -101,7 +101,7 @@ class ModelConfig:
     def moe(self) -> Moe:
         """The routed feed-forward: of one shape in every layer that has one."""
         routed = (layer.ffn for layer in self.layers if isinstance(layer.ffn, Moe))
-        return _the_only(routed, "routed feed-forward", self.model_type)
+        return _the_only(routed, "routed experts", self.model_type)
 
     @property
     def attention(self) -> Attention:
@@ -148,9 +148,11 @@ class ModelConfig:
 
 def _the_only[S](specs: Iterable[S], what: str, model_type: str) -> S:
     distinct = list(dict.fromkeys(specs))
-    if len(distinct) != 1:
+    if not distinct:
+        raise ValueError(f"{model_type}: the model has no layer with {what}")
+    if len(distinct) > 1:
         raise ValueError(
-            f"{model_type}: {len(distinct)} different kinds of {what} in one model, but the expert table needs exactly one"
+            f"{model_type}: the model has {len(distinct)} different shapes of {what}; one is supported"
         )
     return distinct[0]
 

@@ -44,10 +44,10 @@ def _cpu_product(x: Float[Array, "T n"], weight: Float[Array, "m n"]) -> Float[A
     def chunk(i, out):
         start = jnp.minimum(i * _CPU_CHUNK, m - _CPU_CHUNK)  # the last chunk overlaps the one before it
         part = lax.dynamic_slice(weight, (start, jnp.int32(0)), (_CPU_CHUNK, n))
-        return lax.dynamic_update_slice(out, product(part), (start, jnp.int32(0)))
+        return lax.dynamic_update_slice(out, product(part).T, (jnp.int32(0), start))
 
-    out = jnp.zeros((m, x.shape[0]), jnp.float32)
-    return lax.fori_loop(jnp.int32(0), jnp.int32(-(-m // _CPU_CHUNK)), chunk, out).T
+    out = jnp.zeros((x.shape[0], m), jnp.float32)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(-(-m // _CPU_CHUNK)), chunk, out)
 
 
 def rms_norm(x: Float[Array, "*batch n"], weight: Float[Array, " n"], eps: float) -> Float[Array, "*batch n"]:

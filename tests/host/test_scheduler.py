@@ -339,3 +339,15 @@ def test_configuration_is_checked(changes: dict[str, object], message: str):
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+
+
+def test_units_that_return_inside_a_shared_page_are_waited_for():
+    """The oldest request lacks units that a finished one gives back in a page which both have units of."""
+    world = World(
+        Setup(pages=6, memory_policy="static", max_num_seqs=2, max_num_batched_tokens=48, max_model_len=48)
+    )
+    oldest = world.add(40, 6)
+    for prompt, tokens in ((1, 1), (1, 5)):
+        world.add(prompt, tokens)
+    world.drain()
+    assert oldest.finish_reason == "length" and len(oldest.output_token_ids) == 6

@@ -1,0 +1,159 @@
+"""The device side alone: packing, buckets, and what a running step never sees change."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rimuru_jax.host.expert_cache import HOST, ExpertCopy
+from rimuru_jax.host.pool_plan import choose_layout
+from rimuru_jax.models.checkpoint import load_checkpoint
+from rimuru_jax.models.stack import ModelSpec, stack_params
+from rimuru_jax.serving_loop import Chunk, ServingLoop, bucket_for, buckets, pack, step
+from tests.models.tiny_checkpoints import write_checkpoint
+
+LAYERS, EXPERTS, MATRICES = 3, 4, 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 50), st.integers(1, 40)), min_size=1, max_size=8))
+def test_pack_keeps_every_chunk(rows):
+    chunks = [Chunk(slot, list(range(start, start + count)), start) for slot, start, count in rows]
+    batch, bucket = pack(chunks)
+    total = sum(count for *_, count in rows)
+    assert bucket.tokens >= total and bucket.rows >= len(rows)
+    assert bucket.decode == all(count == 1 for *_, count in rows)
+    assert batch.query_start[-1] == total
+    for row, (slot, start, count) in enumerate(rows):
+        first, end = int(batch.query_start[row]), int(batch.query_start[row + 1])
+        assert end - first == count
+        assert np.asarray(batch.token_ids)[first:end].tolist() == list(range(start, start + count))
+        assert np.asarray(batch.positions)[first:end].tolist() == list(range(start, start + count))
+        assert (np.asarray(batch.rows)[first:end] == row).all()
+        assert (batch.slots[row], batch.context_len[row], batch.logit_tokens[row]) == (
+            slot,
+            start + count,
+            end - 1,
+        )
+    assert (np.asarray(batch.context_len)[len(rows) :] == 0).all()
+
+
+@given(st.integers(1, 64), st.integers(1, 512))
+def test_buckets_lists_every_bucket_a_step_can_have(max_num_seqs, tokens):
+    max_tokens = max(tokens, max_num_seqs)
+    known = set(buckets(max_tokens, max_num_seqs))
+    for rows in range(1, max_num_seqs + 1):
+        for count in {rows, min(rows + 1, max_tokens), (rows + max_tokens) // 2, max_tokens}:
+            bucket = bucket_for(count, rows)
+            assert bucket in known
+            assert bucket.tokens >= count and bucket.rows >= rows
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("loop")
+    write_checkpoint(folder, "mixtral", seed=2)
+    return folder
+
+
+def make(folder) -> ServingLoop:
+    loaded = load_checkpoint(folder, "float32")
+    layout = choose_layout(lambda t: loaded.config.page_kinds(weight_bytes=4, kv_bytes=4, page_tokens=t))
+    spec = ModelSpec.create(loaded.config, layout, "float32")
+    loop = ServingLoop(
+        spec,
+        stack_params(loaded.config, loaded.params),
+        loaded.host_pages,
+        layout,
+        num_huge_pages=layout.num_huge_pages(1 << 20),
+        max_num_seqs=2,
+        max_model_len=32,
+    )
+    # Whatever nobody wrote is NaN, scratch included.
+    loop.pool = jnp.full_like(loop.pool, 0xFFFF)
+    return loop
+
+
+def own_tables(loop: ServingLoop, slot: int, first: int):
+    """Pages for 32 tokens of a slot, from the KV page `first` on."""
+    tables, _, width = loop.tables["kv"].shape
+    index = np.array([(t, slot, c) for t in range(tables) for c in range(width)], np.int32)
+    return index, np.arange(first, first + len(index), dtype=np.int32)
+
+
+def kv_start(loop: ServingLoop) -> int:
+    """First KV page behind scratch and room for 100 expert pages."""
+    words = loop.spec.kv_view.stride * loop.spec.layers_per_kv_page
+    return -(-101 * loop.pool.shape[1] // words)
+
+
+def test_a_scheduler_of_ones_own(model):
+    """Prefill in two chunks and decode, by hand; all experts on the host."""
+    loop = make(model)
+    loop.update_tables({"kv": own_tables(loop, 1, kv_start(loop))})
+    whole = loop.run(pack([Chunk(1, [5, 6, 7, 8, 9], 0)])).logits[0]
+    again = make(model)
+    again.update_tables({"kv": own_tables(again, 0, kv_start(again) + 7)})
+    again.run(pack([Chunk(0, [5, 6, 7], 0)]))
+    again.run(pack([Chunk(0, [8], 3)]))
+    parts = again.run(pack([Chunk(0, [9], 4)])).logits[0]
+    assert np.isfinite(whole).all()
+    np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-5)
+
+
+def test_a_running_step_never_sees_later_edits(model):
+    """Law 9: everything that was handed over is scribbled on before the results are looked at."""
+    loop, calm = make(model), make(model)
+    expected = None
+    for one, scribble in ((calm, False), (loop, True)):
+        index, pages = own_tables(one, 0, kv_start(one))
+        copies = [
+            ExpertCopy(layer, 0, (1 + 3 * layer, 2 + 3 * layer, 3 + 3 * layer)) for layer in range(LAYERS)
+        ]
+        table = np.full((LAYERS, EXPERTS, MATRICES), HOST, np.int32)
+        table[:, 0] = [c.pages for c in copies]
+        loads = np.tile(np.array([2, 3], np.int32), (LAYERS, 1))
+        buffers = np.arange(20, 32, dtype=np.int32).reshape(2, 2, MATRICES)
+        for layer in range(LAYERS):
+            table[layer, [2, 3]] = buffers[layer % 2]
+        one.update_tables({"kv": (index, pages)})
+        one.copy_experts(copies)
+        one.set_experts(table, loads, buffers)
+        packed = pack([Chunk(0, list(range(3, 20)), 0)])
+        outputs = one.run(packed)
+        if scribble:
+            handed = [index, pages, table, loads, buffers]
+            for array in handed:
+                array[...] = 77
+        second = one.run(pack([Chunk(0, [20], 17)]))
+        logits = np.concatenate([outputs.logits, second.logits])
+        assert np.isfinite(logits).all()
+        if expected is None:
+            expected = logits
+        assert (logits == expected).all()
+
+
+def test_residency_compiles_nothing(model):
+    loop = make(model)
+    loop.update_tables({"kv": own_tables(loop, 0, kv_start(loop))})
+    on_host = np.full((LAYERS, EXPERTS, MATRICES), HOST, np.int32)
+    loop.run(pack([Chunk(0, [3], 0)]))
+    compiled = step._cache_size()  # type: ignore[attr-defined]
+    for buffers in (0, 1, 4):
+        table = on_host.copy()
+        pages = np.arange(1, 1 + 2 * buffers * MATRICES, dtype=np.int32).reshape(2, buffers, MATRICES)
+        for layer in range(LAYERS):
+            table[layer, :buffers] = pages[layer % 2]
+        loads = np.tile(np.arange(buffers, dtype=np.int32), (LAYERS, 1))
+        loop.set_experts(table, loads, pages)
+        loop.run(pack([Chunk(0, [4], 1)]))
+    assert step._cache_size() == compiled  # type: ignore[attr-defined]
+
+
+def test_the_host_store_is_not_copied_on_a_cpu(model):
+    if jax.default_backend() != "cpu":
+        pytest.skip("host memory is another memory there")
+    loaded = load_checkpoint(model, "float32")
+    array = jax.device_put(loaded.host_pages)
+    assert array.unsafe_buffer_pointer() == loaded.host_pages.ctypes.data
