@@ -47,6 +47,11 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}, it must be a positive integer")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, it must be at least max_num_seqs "
+                f"({self.max_num_seqs}), so that every running request can decode: raise it or lower max_num_seqs"
+            )
         for name, wanted in (
             ("dtype", ("float32", "bfloat16")),
             ("scheduling_policy", ("fcfs", "priority")),

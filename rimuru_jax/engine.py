@@ -105,7 +105,7 @@ class Engine:
         )
         self.scheduler = Scheduler(
             SchedulerConfig(
-                max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+                max_num_batched_tokens=config.max_num_batched_tokens,
                 policy=config.scheduling_policy,
                 memory_policy=config.memory_policy,
                 expand_patience=config.expand_patience,

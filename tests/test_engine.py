@@ -249,6 +249,7 @@ class TestBadInput:
             ({"dtype": "float8"}, "dtype is 'float8'"),
             ({"max_model_len": 10_000}, "at most the model's 256 positions"),
             ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+            ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, r"at least max_num_seqs \(8\)"),
             ({"loading_buffer_experts": -1}, "must not be negative"),
             ({"block_size": 0}, "block_size is 0"),
             ({"blocksize": 16}, "unknown engine arguments blocksize"),

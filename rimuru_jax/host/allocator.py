@@ -136,7 +136,8 @@ class PageAllocator:
         return {name: self._stores[self._index[name]].page_ids(taken[self._index[name]]) for name in demand}
 
     def shortfall(self, demands: Sequence[tuple[int, Mapping[str, int]]]) -> int:
-        """Expert-sized pages missing to allocate all `demands` (owner, units by kind), one after another in any order.
+        """Expert-sized pages missing to allocate all `demands` (owner, units by kind), one after another in any order
+        but those of one owner together.
 
         At most 0 when they fit: then minus the `free_expert_pages` that will be left. It is exact for one owner, and
         for any number of owners that want the same single kind, but for what is left when they fit only with the help

@@ -119,9 +119,8 @@ class PageStore:
                 parts.append(self._take_from(parent, tenant, count))
                 count -= len(parts[-1])
                 if tenant.owner >= 0 > self.owner[parent] > FREE:
-                    self._hand_over(
-                        parent, tenant.owner
-                    )  # weights own a huge page only while it holds nothing else
+                    # Weights own a huge page only while it holds nothing else.
+                    self._hand_over(np.array([parent]), np.array([tenant.owner]))
                 if not count:
                     break
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -247,25 +246,30 @@ class PageStore:
         vacant = (rows == FREE) | (rows == PENDING)
         first = np.take_along_axis(rows, vacant.argmin(1)[:, None], 1)
         heirs = np.where((vacant | (rows == first)).all(1) & ~vacant.all(1), first[:, 0], NOBODY)
-        if isinstance(self.above, list):
-            full = self.free[parents] == 0  # nothing depends on the owner but the owner
-            self.owner[parents[full]] = heirs[full]
-            parents, heirs = parents[~full], heirs[~full]
-        for parent, heir in zip(parents.tolist(), heirs.tolist(), strict=True):
-            self._hand_over(parent, heir)
+        self._hand_over(parents, heirs)
 
-    def _hand_over(self, parent: int, heir: int) -> None:
-        owner = int(self.owner[parent])
-        if owner == heir:
+    def _hand_over(self, parents: Units, heirs: Units) -> None:
+        """Parents get other owners, and with them the room that is left in them."""
+        owners = self.owner[parents]
+        changed = owners != heirs
+        parents, heirs, owners = parents[changed], heirs[changed], owners[changed]
+        if not len(parents):
             return
-        free = int(self.free[parent])
-        if free and owner != NOBODY:
-            self._tenants[owner].room[self.index] -= free
-            del self._tenants[owner].open[self.index][parent]
-        if free and heir != NOBODY:
-            self._tenants[heir].room[self.index] += free
-            self._tenants[heir].open[self.index][parent] = None
-        self.owner[parent] = heir
+        free = self.free[parents]
+        for i in free.nonzero()[0].tolist():
+            parent, owner, heir = int(parents[i]), int(owners[i]), int(heirs[i])
+            if owner != NOBODY:
+                self._tenants[owner].room[self.index] -= int(free[i])
+                del self._tenants[owner].open[self.index][parent]
+            if heir != NOBODY:
+                self._tenants[heir].room[self.index] += int(free[i])
+                self._tenants[heir].open[self.index][parent] = None
+        self.owner[parents] = heirs
         if isinstance(self.above, PageStore):
-            self.above.flat[parent] = heir
-            self.above._settle(np.array([parent // self.above.units_per_parent]))
+            self.above.flat[parents] = heirs
+            above = (
+                parents
+                if self.above.units_per_parent == 1
+                else np.unique(parents // self.above.units_per_parent)
+            )
+            self.above._settle(above)

@@ -226,7 +226,9 @@ class AllocatorTraces(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def what_fits_together_can_be_taken_one_by_one(self, data: st.DataObject) -> None:
-        owners = data.draw(st.lists(st.sampled_from([EXPERTS, 0, 1, 2, 3, 4, 5]), min_size=2, max_size=5))
+        owners = data.draw(
+            st.lists(st.sampled_from([EXPERTS, 0, 1, 2, 3, 4, 5]), min_size=2, max_size=5, unique=True)
+        )
         demands = [(owner, self.demand(data, most=5)) for owner in owners]
         trial = copy.deepcopy(self.allocator)
         shortfall = trial.shortfall(demands)
