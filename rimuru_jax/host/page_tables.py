@@ -21,6 +21,7 @@ class PageTables:
         self.arrays: dict[str, Int32] = {}
         self._lengths: dict[str, npt.NDArray[np.int64]] = {}
         self._changed: dict[str, list[npt.NDArray[np.int64]]] = {}
+        self._table_starts: dict[str, npt.NDArray[np.int64]] = {}
         for placed in layout.sequence_kinds:
             tokens = placed.kind.page_tokens
             width = -(-max_model_len // tokens) if tokens else 1
@@ -28,6 +29,7 @@ class PageTables:
             self.arrays[name] = np.zeros((placed.tables, max_num_seqs, width), np.int32)
             self._lengths[name] = np.zeros(max_num_seqs, np.int64)
             self._changed[name] = []
+            self._table_starts[name] = np.arange(placed.tables) * (max_num_seqs * width)
 
     def lengths(self, kind: str) -> npt.NDArray[np.int64]:
         """Columns in use of each slot, `[max_num_seqs]`; not to be written to."""
@@ -81,6 +83,8 @@ class PageTables:
     def _write(self, name: str, slot: int, start: int, end: int, ids: npt.ArrayLike) -> None:
         array = self.arrays[name]
         array[:, slot, start:end] = ids
-        tables, slots, width = array.shape
-        rows = (np.arange(tables) * slots + slot) * width
-        self._changed[name].append((rows[:, None] + np.arange(start, end)).reshape(-1))
+        width = array.shape[2]
+        first = self._table_starts[name] + (slot * width + start)
+        if end - start > 1:
+            first = (first[:, None] + np.arange(end - start)).reshape(-1)
+        self._changed[name].append(first)
