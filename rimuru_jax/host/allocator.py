@@ -19,6 +19,9 @@ import numpy.typing as npt
 from rimuru_jax.host.page_layout import EXPERT, PageLayout
 from rimuru_jax.host.page_store import FREE, NO_UNITS, NOBODY, PENDING, PageStore, Tenant, Units
 
+Ids = npt.NDArray[np.int32]
+_NO_IDS: Ids = np.zeros(0, np.int32)
+
 EXPERTS = -1
 """Owner of the resident expert pages."""
 BUFFERS = -2
@@ -53,6 +56,29 @@ class Ledger:
     free_huge_pages: int
     split_huge_pages: int
     kinds: dict[str, PageCounts]
+
+
+class _Taking:
+    """An allocation that has been decided. Lists are by kind."""
+
+    __slots__ = ("fresh", "ids", "names", "opened", "pages", "spare", "tenant", "wanted")
+
+    def __init__(
+        self, tenant: Tenant, names: list[str], wanted: list[int], pages: list[int], fresh: list[int]
+    ) -> None:
+        self.tenant = tenant
+        self.names = names
+        self.wanted = wanted
+        """Units for the tenant."""
+        self.pages = pages
+        """Units to take: those and the parents of level-3 kinds."""
+        self.fresh = fresh
+        """Parents to open."""
+        self.opened: list[list[int]] = [[] for _ in wanted]
+        """Those parents."""
+        self.spare: list[list[int]] = [[] for _ in wanted]
+        """Level 2: units that are to become parents."""
+        self.ids: list[Ids] = [_NO_IDS] * len(wanted)
 
 
 class PageAllocator:
@@ -111,29 +137,44 @@ class PageAllocator:
                 pages += self._experts_per_huge * len(store.emptying(cut))
         return pages
 
-    def allocate(self, owner: int, demand: Mapping[str, int]) -> dict[str, npt.NDArray[np.int32]] | None:
+    def allocate(self, owner: int, demand: Mapping[str, int]) -> dict[str, Ids] | None:
         """Give `owner` units of several kinds, all or nothing.
 
         Returns for each kind in `demand` the id of the first page of each unit, `[units]`; None, with nothing changed,
         when they are not to be had. Raises KeyError for unknown kinds and ValueError for negative numbers.
         """
-        if owner < BUFFERS:
-            raise ValueError(f"owner {owner}: owners are {BUFFERS}, {EXPERTS} and sequences from 0 upwards")
-        wanted = [0] * len(self._stores)
-        for name, units in demand.items():
-            if units < 0:
-                raise ValueError(f"{units} units of {name!r} were asked for, it must not be negative")
-            wanted[self._index[name]] += units
-        tenant = self._tenants.get(owner)
-        plan = self._plan(tenant, wanted)
-        if plan is None:
-            return None
-        if tenant is None:
-            tenant = Tenant(owner, len(self._stores))
-            if any(wanted):
-                self._tenants[owner] = tenant
-        taken = self._carry_out(tenant, wanted, *plan)
-        return {name: self._stores[self._index[name]].page_ids(taken[self._index[name]]) for name in demand}
+        taken = self.allocate_each([(owner, demand)])
+        return taken[0] if taken else None
+
+    def allocate_each(self, demands: Sequence[tuple[int, Mapping[str, int]]]) -> list[dict[str, Ids]]:
+        """`allocate` for one (owner, units by kind) after another, at less cost, up to the first that fails.
+
+        Returns what `allocate` would have, for those before that one.
+        """
+        taken: list[dict[str, Ids]] = []
+        batch: dict[
+            int, _Taking
+        ] = {}  # who takes from parents that are its own or fresh, so that no one sees the others
+        num_free = len(self._free_huge)
+        for owner, names, wanted in [
+            (owner, [*units], self._wanted(owner, units)) for owner, units in demands
+        ]:
+            if owner in batch:
+                taken += self._carry_out(batch)
+                batch, num_free = {}, len(self._free_huge)
+            tenant = self._tenants.get(owner) or Tenant(owner, len(self._stores))
+            pages, fresh, num_huge = self._wish(tenant.room, wanted)
+            if num_huge <= num_free:
+                batch[owner] = _Taking(tenant, names, wanted, pages, fresh)
+                num_free -= num_huge
+                continue
+            taken += self._carry_out(batch)
+            plan = self._compromise(tenant.room, wanted, fresh)
+            if plan is None:
+                return taken
+            taken += self._carry_out({owner: _Taking(tenant, names, wanted, *plan)})
+            batch, num_free = {}, len(self._free_huge)
+        return taken + self._carry_out(batch)
 
     def shortfall(self, demands: Sequence[tuple[int, Mapping[str, int]]]) -> int:
         """Expert-sized pages missing to allocate all `demands` (owner, units by kind), one after another in any order
@@ -156,29 +197,28 @@ class PageAllocator:
             return -self.free_expert_pages
         if len(merged) == 1:
             ((owner, wanted),) = merged.items()
-            plan = self._plan(self._tenants.get(owner), wanted)
-            if plan is None:
-                return self._least_missing(wanted)
-            pages, fresh = plan
-            return self._balance(pages, sum(fresh[i] for i, _ in self._level2 if i != self._expert))
+            room = self._room(owner)
+            pages, fresh, num_huge = self._wish(room, wanted)
+            if num_huge > len(self._free_huge):
+                plan = self._compromise(room, wanted, fresh)
+                if plan is None:
+                    return self._least_missing(wanted)
+                pages, fresh = plan
+            return self._balance(pages, fresh)
 
-        wanted = np.array(list(merged.values()))  # [owners, kinds]
-        nothing = [0] * size
-        room = np.array([t.room if (t := self._tenants.get(owner)) else nothing for owner in merged])
-        pages = wanted.copy()
-        for i, units_per_parent, above in self._level3:
-            pages[:, above] += -(-np.maximum(wanted[:, i] - room[:, i], 0) // units_per_parent)
-        fresh = [
-            int((-(-np.maximum(pages[:, i] - room[:, i], 0) // per_huge)).sum())
-            for i, per_huge in self._level2
-        ]
-        if sum(fresh) <= len(self._free_huge):
-            others = sum(n for n, (i, _) in zip(fresh, self._level2, strict=True) if i != self._expert)
-            return self._balance(pages.sum(0).tolist(), others)
-        total = wanted.sum(0).tolist()
+        total, pages, fresh, num_huge = [0] * size, [0] * size, [0] * size, 0
+        for owner, wanted in merged.items():
+            own_pages, own_fresh, own_huge = self._wish(self._room(owner), wanted)
+            num_huge += own_huge
+            for i in range(size):
+                total[i] += wanted[i]
+                pages[i] += own_pages[i]
+                fresh[i] += own_fresh[i]
+        if num_huge <= len(self._free_huge):
+            return self._balance(pages, fresh)
         if sum(1 for units in total if units) == 1:
             return max(0, self._least_missing(total))
-        return self._experts_per_huge * (sum(fresh) - len(self._free_huge))
+        return self._experts_per_huge * (num_huge - len(self._free_huge))
 
     def free(self, owner: int, kind: str, ids: npt.ArrayLike, *, delay: int = 0) -> None:
         """Take back the units of `kind` named by `ids`, at once or at the `delay`-th `begin_pass` from now.
@@ -188,7 +228,7 @@ class PageAllocator:
         tenant = self._tenant(owner)
         store = self._stores[self._index[kind]]
         units = store.units_of(ids)
-        if len(np.unique(units)) < len(units):
+        if len(set(units.tolist())) < len(units):
             raise ValueError(f"some {kind!r} unit of owner {owner} is freed twice in one call")
         theirs = (store.flat[units] == owner) & ~store.cut[units]
         if not theirs.all():
@@ -298,13 +338,28 @@ class PageAllocator:
             raise ValueError(f"owner {owner} holds no pages")
         return tenant
 
-    def _plan(self, tenant: Tenant | None, wanted: list[int]) -> tuple[list[int], list[int]] | None:
-        """Decide an allocation in numbers; None when it cannot be had.
+    def _room(self, owner: int) -> list[int]:
+        tenant = self._tenants.get(owner)
+        return tenant.room if tenant else [0] * len(self._stores)
 
-        Returns, by kind, the units to take including parents for level-3 kinds, and the fresh parents to open.
+    def _wanted(self, owner: int, demand: Mapping[str, int]) -> list[int]:
+        """A demand as a list by kind, checked."""
+        if owner < BUFFERS:
+            raise ValueError(f"owner {owner}: owners are {BUFFERS}, {EXPERTS} and sequences from 0 upwards")
+        wanted = [0] * len(self._stores)
+        for name, units in demand.items():
+            if units < 0:
+                raise ValueError(f"{units} units of {name!r} were asked for, it must not be negative")
+            wanted[self._index[name]] = units
+        return wanted
+
+    def _wish(self, room: list[int], wanted: list[int]) -> tuple[list[int], list[int], int]:
+        """An allocation as it should be: from the owner's parents, which have `room`, and fresh ones.
+
+        Returns, by kind, the units to take including parents for level-3 kinds, and the fresh parents to open; and how
+        many huge pages that takes.
         """
-        room = tenant.room if tenant else [0] * len(wanted)
-        pages, fresh, num_free = wanted.copy(), [0] * len(wanted), len(self._free_huge)
+        pages, fresh, num_huge = wanted.copy(), [0] * len(wanted), 0
         for i, units_per_parent, above in self._level3:
             if wanted[i] > room[i]:
                 fresh[i] = -(-(wanted[i] - room[i]) // units_per_parent)
@@ -312,12 +367,17 @@ class PageAllocator:
         for i, per_huge in self._level2:
             if pages[i] > room[i]:
                 fresh[i] = -(-(pages[i] - room[i]) // per_huge)
-                num_free -= fresh[i]
-        if num_free >= 0:
-            return pages, fresh
+                num_huge += fresh[i]
+        return pages, fresh, num_huge
 
-        # Not everything as it should be: begin with the fewest new pages, then come as near as the free ones go.
-        wish, (pages, fresh) = fresh, self._least(wanted)
+    def _compromise(
+        self, room: list[int], wanted: list[int], wish: list[int]
+    ) -> tuple[list[int], list[int]] | None:
+        """Like `_wish`, whose fresh parents are too many; None when the units cannot be had.
+
+        Begins with the fewest new pages, then comes as near to the wish as the free ones go.
+        """
+        pages, fresh = self._least(wanted)
         num_free = len(self._free_huge) - sum(fresh[i] for i, _ in self._level2)
         if num_free < 0:
             return None
@@ -337,7 +397,7 @@ class PageAllocator:
         return pages, fresh
 
     def _least(self, wanted: list[int]) -> tuple[list[int], list[int]]:
-        """Like `_plan`, the fewest parents that do when every free unit is used, whosever parent it is in."""
+        """Like `_wish`, the fewest parents that do when every free unit is used, whosever parent it is in."""
         pages, fresh = wanted.copy(), [0] * len(wanted)
         for i, units_per_parent, above in self._level3:
             fresh[i] = max(0, -(-(wanted[i] - self._stores[i].num_free) // units_per_parent))
@@ -349,46 +409,63 @@ class PageAllocator:
     def _least_missing(self, wanted: list[int]) -> int:
         """Expert-sized pages missing for units in all, by kind, when every free unit is used."""
         pages, fresh = self._least(wanted)
-        others = sum(fresh[i] for i, _ in self._level2 if i != self._expert)
-        lacking = others - len(self._free_huge)
+        lacking = self._huge_for_others(fresh) - len(self._free_huge)
         if lacking <= 0 or self._expert < 0:
-            return self._balance(pages, others)
+            return self._balance(pages, fresh)
         loose = self._stores[self._expert].num_free  # no help for kinds that need whole huge pages
         return lacking * self._experts_per_huge + max(0, pages[self._expert] - loose)
 
-    def _balance(self, pages: list[int], other_huge: int) -> int:
-        """Expert-sized pages to take less those that are free."""
+    def _balance(self, pages: list[int], fresh: list[int]) -> int:
+        """Expert-sized pages that `_wish` or the like takes, less those that are free."""
         experts = pages[self._expert] if self._expert >= 0 else 0
-        return experts + self._experts_per_huge * other_huge - self.free_expert_pages
+        return experts + self._experts_per_huge * self._huge_for_others(fresh) - self.free_expert_pages
 
-    def _carry_out(
-        self, tenant: Tenant, wanted: list[int], pages: list[int], fresh: list[int]
-    ) -> list[Units]:
-        """Take what `_plan` has decided. Returns the units of each kind."""
-        taken = [NO_UNITS] * len(wanted)
-        parents = taken.copy()
+    def _huge_for_others(self, fresh: list[int]) -> int:
+        """Fresh huge pages for kinds other than experts."""
+        return sum([fresh[i] for i, _ in self._level2 if i != self._expert])
+
+    def _carry_out(self, batch: Mapping[int, "_Taking"]) -> list[dict[str, Ids]]:
+        """Take what has been decided. Returns the page ids of each."""
+        for owner, taking in batch.items():
+            if any(taking.wanted):
+                self._tenants[owner] = taking.tenant
+            for i, _ in self._level2:
+                if fresh := taking.fresh[i]:
+                    taking.opened[i] = self._free_huge[: -fresh - 1 : -1]
+                    del self._free_huge[-fresh:]
         for i, _ in self._level2:
-            if pages[i]:
-                huge = NO_UNITS
-                if fresh[i]:
-                    huge = np.array(self._free_huge[: -fresh[i] - 1 : -1])
-                    del self._free_huge[-fresh[i] :]
-                parents[i] = self._stores[i].take(tenant, pages[i], huge)
-                taken[i], parents[i] = parents[i][: wanted[i]], parents[i][wanted[i] :]
+            takings = [taking for taking in batch.values() if taking.pages[i]]
+            if takings:
+                self._take(self._stores[i], takings)
         for i, _, above in self._level3:
-            if wanted[i]:
-                opened = NO_UNITS
-                if fresh[i]:
-                    opened, parents[above] = parents[above][: fresh[i]], parents[above][fresh[i] :]
-                    self._stores[above].cut[opened] = True
-                    self._stores[above].num_cut += fresh[i]
-                taken[i] = self._stores[i].take(tenant, wanted[i], opened)
-        for i, units in enumerate(taken):
-            if wanted[i]:
-                tenant.units[i] += wanted[i]
-                tenant.held[i].append(units)
-                self._stores[i].num_held += wanted[i]
-        return taken
+            takings = [taking for taking in batch.values() if taking.wanted[i]]
+            if takings:
+                opened: list[int] = []
+                for taking in takings:
+                    spare = taking.spare[above]
+                    taking.opened[i] = spare[: taking.fresh[i]]
+                    taking.spare[above] = spare[taking.fresh[i] :]
+                    opened += taking.opened[i]
+                self._stores[above].cut[opened] = True
+                self._stores[above].num_cut += len(opened)
+                self._take(self._stores[i], takings)
+        index = self._index
+        return [{name: taking.ids[index[name]] for name in taking.names} for taking in batch.values()]
+
+    def _take(self, store: PageStore, takings: list["_Taking"]) -> None:
+        i = store.index
+        units = store.take([(taking.tenant, taking.pages[i], taking.opened[i]) for taking in takings])
+        ids = store.page_ids(units)
+        end = 0
+        for taking in takings:
+            start, middle, end = end, end + taking.wanted[i], end + taking.pages[i]
+            if middle > start:
+                taking.tenant.units[i] += middle - start
+                taking.tenant.held[i].append(units[start:middle])
+                taking.ids[i] = ids[start:middle]
+                store.num_held += middle - start
+            if end > middle:
+                taking.spare[i] = units[middle:end].tolist()
 
     def _held(self, tenant: Tenant, store: PageStore, leaving: Units | None = None) -> Units:
         """The units of a kind that `tenant` holds, less those about to leave."""

@@ -1,7 +1,9 @@
 """The slots of running requests: which tokens each has computed, which pages it holds, and what it will need next."""
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +13,8 @@ from rimuru_jax.host.page_tables import PageTables
 from rimuru_jax.host.request import Request
 
 UNLIMITED = np.iinfo(np.int64).max
+type Demand = tuple[int, dict[str, int]]
+"""Owner, and units by kind."""
 
 
 class ScheduledChunk(NamedTuple):
@@ -23,6 +27,11 @@ class ScheduledChunk(NamedTuple):
     start: int
     num_tokens: int
     samples: bool
+
+
+_new_chunk = partial(
+    tuple.__new__, ScheduledChunk
+)  # a third of the time of the constructor, which takes keywords
 
 
 class Batch:
@@ -97,32 +106,41 @@ class Batch:
 
     def growing(self) -> list[Request]:
         """Running requests whose next token has no page yet."""
-        slots = np.flatnonzero((self._computed >= self._covered) & (self._computed < self._final))
-        return self._requests[slots].tolist()
+        return self._requests[(self._computed >= self._covered) & (self._computed < self._final)].tolist()
 
-    def growth(self, request: Request, ahead: int = 1) -> dict[str, int]:
-        """What a running request lacks to compute `ahead` more tokens (but none beyond its end)."""
-        tokens = min(request.num_computed_tokens + ahead, int(self._final[request.slot]))
-        demand = {}
+    def growth(self, requests: Iterable[Request], ahead: int = 1) -> list[Demand]:
+        """What running requests lack to compute `ahead` more tokens (but none beyond their ends), one by one."""
+        slots = []
+        demands: list[Demand] = []
+        for request in requests:
+            slots.append(request.slot)
+            demands.append((request.handle, {}))
+        if not slots:
+            return demands
+        tokens = np.minimum(self._computed[slots] + ahead, self._final[slots])
         for placed in self._token_kinds:
-            name = placed.kind.name
-            held = int(self._tables.lengths(name)[request.slot]) * placed.tables
-            if (units := placed.units_for(tokens)) > held:
-                demand[name] = units - held
-        return demand
+            name, kind = placed.kind.name, placed.kind
+            columns = -(-tokens // kind.page_tokens) - self._tables.lengths(name)[slots]
+            for (_, demand), units in zip(demands, (columns * placed.tables).tolist(), strict=True):
+                if units > 0:
+                    demand[name] = units
+        return demands
 
-    def next_demands(self) -> list[tuple[int, dict[str, int]]]:
-        """What running requests lack now or need in the next pass, by owner."""
-        return [(request.handle, self.growth(request)) for request in self.growing()]
+    def next_demands(self) -> list[Demand]:
+        """What running requests lack now or need in the next pass."""
+        return self.growth(self.growing())
 
-    def grow(self, request: Request) -> bool:
-        """Take the page that the next token starts; False, and nothing changed, when it is not to be had."""
-        return self._take(request, request.slot, self.growth(request))
+    def grow(self, requests: Sequence[Request]) -> int:
+        """Take the pages that the next tokens start, up to the first request for which they are not to be had.
+
+        Returns how many requests have them now.
+        """
+        return self._take([request.slot for request in requests], self.growth(requests))
 
     def admit(self, request: Request) -> bool:
         """A free slot and pages for all tokens known; False, and nothing changed, when pages are short."""
         slot = self._free_slots[-1]
-        if not self._take(request, slot, self.demand(request.num_tokens)):
+        if not self._take([slot], [(request.handle, self.demand(request.num_tokens))]):
             return False
         request.slot = self._free_slots.pop()
         self._requests[slot] = request
@@ -147,17 +165,14 @@ class Batch:
         """One token of each request that decodes, has not come to its end and is not in `skip`; by slot."""
         ready = self._decoding & (self._computed < self._final)
         ready[[request.slot for request in skip]] = False
-        slots = np.flatnonzero(ready)
+        slots = ready.nonzero()[0]
         starts = self._computed[slots].tolist()
         self._computed[slots] += 1
-        chunks = [
-            ScheduledChunk(request, start, 1, True)
-            for request, start in zip(self._requests[slots].tolist(), starts, strict=True)
-        ]
-        for request, start, _, _ in chunks:
-            request.num_computed_tokens = start + 1
+        requests = self._requests[slots].tolist()
+        for request in requests:
+            request.num_computed_tokens += 1
             request.num_in_flight += 1
-        return chunks
+        return list(map(_new_chunk, zip(requests, starts, repeat(1), repeat(True), strict=False)))
 
     def prompt_chunk(self, request: Request, budget: int) -> ScheduledChunk:
         """Up to `budget` of the known tokens that are not computed yet; after the last one it decodes."""
@@ -171,13 +186,12 @@ class Batch:
         self._decoding[slot] = samples
         return ScheduledChunk(request, start, num_tokens, samples)
 
-    def _take(self, request: Request, slot: int, demand: Mapping[str, int]) -> bool:
-        units = self._allocator.allocate(request.handle, demand)
-        if units is None:
-            return False
-        self._tables.append(slot, units)
-        self._covered[slot] = min(
-            [int(self._tables.lengths(name)[slot]) * tokens for name, tokens in self._page_tokens],
-            default=UNLIMITED,
-        )
-        return True
+    def _take(self, slots: list[int], demands: list[Demand]) -> int:
+        """Pages for one slot after another, up to the first for which they are not to be had; returns how many."""
+        units = self._allocator.allocate_each(demands)
+        slots = slots[: len(units)]
+        if slots:
+            self._tables.append_each(slots, units)
+            covered = [self._tables.lengths(name)[slots] * tokens for name, tokens in self._page_tokens]
+            self._covered[slots] = np.minimum.reduce(covered) if covered else UNLIMITED
+        return len(slots)

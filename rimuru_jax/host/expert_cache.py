@@ -221,7 +221,7 @@ class ExpertCache:
             self._allocator.free(EXPERTS, EXPERT, self.table[where].ravel(), delay=self._reclaim_delay)
             self.table[where] = HOST
             self.resident[where] = self._held[where] = False
-            self._per_layer = self.resident.sum(axis=1)
+            self._per_layer -= np.bincount(where[0], minlength=len(self._per_layer))
             self._stale_layers[where[0]] = True
             self.version += 1
         return len(victims)

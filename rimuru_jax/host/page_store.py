@@ -6,7 +6,7 @@ Placement follows from that: a tenant takes units from parents it owns, then fro
 only in need. So parents empty when their owner leaves, instead of living on for a few strangers' pages.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +59,6 @@ class PageStore:
         self.above = above
         self._placed = placed
         self._tenants = tenants
-        self._slots = np.arange(self.units_per_parent)
         parents = np.arange(num_parents)
         self._first_page = placed.first_page(parents)
         self._offset = self._first_page - parents * (self.units_per_parent * self.run)
@@ -93,37 +92,61 @@ class PageStore:
     def units_of(self, page_ids: npt.ArrayLike) -> Units:
         """The inverse of `page_ids`. Raises ValueError for ids that name no unit."""
         ids = np.asarray(page_ids, np.int64)
-        parents, slots = self._placed.locate(ids)
-        ok = (ids >= 0) & (parents < len(self.split)) & (slots >= 0) & (slots < self.units_per_parent)
-        if ok.all():
-            ok = self._first_page[parents] + slots * self.run == ids
+        if self.level == 2:
+            units, ok = ids, (ids >= 0) & (ids < self.cut.size)
+        else:
+            parents, slots = self._placed.locate(ids)
+            units = parents * self.units_per_parent + slots
+            ok = (ids >= 0) & (parents < len(self.split)) & (slots >= 0) & (slots < self.units_per_parent)
+            if ok.all():
+                ok = self._first_page[parents] + slots * self.run == ids
         if not ok.all():
             raise ValueError(f"{ids[~ok][:4].tolist()} are no ids of {self.name!r} units of this pool")
-        return parents * self.units_per_parent + slots
+        return units
 
-    def take(self, tenant: Tenant, count: int, fresh: Units) -> Units:
-        """Give `count` units to `tenant`: of its own parents, then of all `fresh` ones, then of others'.
+    def take(self, takers: Sequence[tuple[Tenant, int, list[int]]]) -> Units:
+        """Give units to tenants, (tenant, how many, fresh parents to open for it) each: of its own parents, then of all
+        the fresh ones, then of others'.
 
-        The caller has made sure that they are there and that every fresh parent is needed.
+        The caller has made sure that they are there, that every fresh parent is needed, and that no tenant comes
+        twice; who needs others' parents comes alone. Returns the units of all, one tenant's after another's.
         """
-        parts: list[Units] = []
-        own = tenant.open[self.index]
-        while count and own:
-            parts.append(self._take_from(next(iter(own)), tenant, count))
-            count -= len(parts[-1])
-        if len(fresh):
-            parts.append(self._take_fresh(tenant, count, fresh))
-            count -= len(parts[-1])
-        if count:
-            for parent in self._others(tenant):
-                parts.append(self._take_from(parent, tenant, count))
-                count -= len(parts[-1])
-                if tenant.owner >= 0 > self.owner[parent] > FREE:
-                    # Weights own a huge page only while it holds nothing else.
-                    self._hand_over(np.array([parent]), np.array([tenant.owner]))
-                if not count:
+        index, size = self.index, self.units_per_parent
+        parents: list[int] = []
+        counts: list[int] = []
+        owners: list[int] = []  # of the units taken from each parent
+        changes: list[tuple[int, int]] = []  # (parent, change of its free units)
+        opened: list[int] = []
+        needed = 0
+        for tenant, needed, fresh in takers:
+            for parent in tenant.open[index]:
+                if not needed:
                     break
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+                count = min(needed, int(self.free[parent]))
+                parents.append(parent)
+                counts.append(count)
+                changes.append((parent, -count))
+                needed -= count
+            if fresh:
+                last = min(needed - size * (len(fresh) - 1), size)
+                parents += fresh
+                counts += [size] * (len(fresh) - 1)
+                counts.append(last)
+                if last < size:
+                    changes.append((fresh[-1], size - last))
+                opened += fresh
+                needed -= size * (len(fresh) - 1) + last
+            owners += [tenant.owner] * (len(parents) - len(owners))
+        units = self._occupy(np.array(parents), np.array(counts), np.array(owners)) if parents else NO_UNITS
+        if opened:
+            self.split[opened] = True
+            self.owner[opened] = self.flat[np.array(opened) * size]
+            self.num_split += len(opened)
+        for parent, change in changes:
+            self._add_free(parent, change)
+        if needed:
+            return np.concatenate([units, self._take_from_others(takers[-1][0], needed)])
+        return units
 
     def vacate(self, units: Units, *, later: bool) -> tuple[Units, Units, Units]:
         """End the occupation of `units`: they become free now, or pending. Returns what `put` takes later."""
@@ -153,26 +176,34 @@ class PageStore:
         parents = coming.nonzero()[0]
         return parents[self.free[parents] + coming[parents] == self.units_per_parent]
 
-    def _take_from(self, parent: int, tenant: Tenant, count: int) -> Units:
-        row = self.occupant[parent]
-        slots = (row == FREE).nonzero()[0][:count]
-        row[slots] = tenant.owner
-        self._add_free(parent, -len(slots))
-        return slots + parent * self.units_per_parent
-
-    def _take_fresh(self, tenant: Tenant, count: int, fresh: Units) -> Units:
-        units = (fresh[:, None] * self.units_per_parent + self._slots).reshape(-1)
-        self.split[fresh] = True
-        self.owner[fresh] = tenant.owner
-        self.num_split += len(fresh)
-        left = len(units) - count
-        if left > 0:
-            units = units[:count]
-            self._add_free(int(fresh[-1]), left)
-        self.flat[units] = tenant.owner
+    def _occupy(self, parents: Units, counts: Units, owners: Units) -> Units:
+        """The first `counts` free units of each parent get an occupant. Returns them, parent by parent."""
+        if self.units_per_parent == 1:
+            self.flat[parents] = owners
+            return parents
+        free = self.occupant[parents] == FREE
+        rows, slots = (free & (free.cumsum(1) <= counts[:, None])).nonzero()
+        units = parents[rows] * self.units_per_parent + slots
+        self.flat[units] = owners[rows]
         return units
 
-    def _others(self, tenant: Tenant) -> Iterable[int]:
+    def _take_from_others(self, tenant: Tenant, count: int) -> Units:
+        parents = self._others(tenant)
+        counts = self.free[parents]
+        before = counts.cumsum() - counts
+        parents = parents[before < count]
+        counts = np.minimum(counts, count - before)[: len(parents)]
+        units = self._occupy(parents, counts, np.full_like(parents, tenant.owner))
+        for parent, units_taken in zip(parents.tolist(), counts.tolist(), strict=True):
+            self._add_free(parent, -units_taken)
+        if tenant.owner >= 0:
+            # Weights own a huge page only while it holds nothing else.
+            owners = self.owner[parents]
+            mixed = parents[(owners < 0) & (owners > FREE)]
+            self._hand_over(mixed, np.full_like(mixed, tenant.owner))
+        return units
+
+    def _others(self, tenant: Tenant) -> Units:
         """Open parents in the order to take them when nothing better is left.
 
         First those the tenant already lives in, then nobody's, then of its like (sequences or weights), then the rest;
@@ -182,8 +213,8 @@ class PageStore:
         owners = self.owner[parents]
         away = ~(self.occupant[parents] == tenant.owner).any(1)
         unlike = (owners >= 0) != (tenant.owner >= 0)
-        rank = np.where(owners == NOBODY, 0, 1 + unlike)
-        return parents[np.lexsort((-self.free[parents], rank, away))].tolist()
+        rank = np.where(owners == NOBODY, 0, 1 + unlike) + 3 * away
+        return parents[(rank * self.units_per_parent - self.free[parents]).argsort(kind="stable")]
 
     def _add_free(self, parent: int, delta: int) -> None:
         free = int(self.free[parent]) + delta
@@ -237,6 +268,10 @@ class PageStore:
         """Parents whose owner has left go to the only occupant left, or to nobody."""
         parents = parents[self.split[parents]]
         if not len(parents):
+            return
+        if self.units_per_parent == 1:
+            occupants = self.flat[parents]
+            self._hand_over(parents, np.where(occupants > FREE, occupants, NOBODY))
             return
         rows = self.occupant[parents]
         left = ~(rows == self.owner[parents, None]).any(1)

@@ -13,7 +13,7 @@ Every pass plans tokens, frees pages, waits for a named event, or fails one requ
 """
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from rimuru_jax.host.adjuster import AdjusterState, PageBalance, decide
 from rimuru_jax.host.allocator import BUFFERS, EXPERTS, PageAllocator
-from rimuru_jax.host.batch import Batch, ScheduledChunk
+from rimuru_jax.host.batch import Batch, Demand, ScheduledChunk
 from rimuru_jax.host.expert_cache import ExpertCache, ExpertCopy
 from rimuru_jax.host.metrics import Metrics
 from rimuru_jax.host.page_layout import EXPERT, format_bytes
@@ -232,13 +232,13 @@ class Scheduler:
 
     def _grow(self) -> tuple[set[Request], list[Request], list[Request]]:
         """Pages for requests whose next token starts a page: who skips this pass, was preempted, was rejected."""
-        lacking: dict[Request, tuple[int, Mapping[str, int]]] = {}
+        lacking: dict[Request, Demand] = {}
         preempted: list[Request] = []
         rejected: list[Request] = []
-        for request in sorted(self._batch.growing(), key=self._key):
-            if request.status is not RequestStatus.RUNNING or self._batch.grow(request):
-                continue
-            lacking[request] = (request.handle, self._batch.growth(request))
+        growing = sorted(self._batch.growing(), key=self._key)
+        while (grown := self._batch.grow(growing)) < len(growing):
+            request, growing = growing[grown], growing[grown + 1 :]
+            (lacking[request],) = self._batch.growth([request])
             while request in lacking and not self._reclaimable(list(lacking.values())):
                 victim = self._youngest()
                 if victim is None and self._batch.step < self._batch.returned_by:
@@ -251,6 +251,7 @@ class Scheduler:
                     self._preempt(victim)
                     preempted.append(victim)
                 lacking.pop(victim, None)
+            growing = [request for request in growing if request.status is RequestStatus.RUNNING]
         for request in lacking:
             self._metrics.add("awaiting_reclaim")
             self._metrics.event(self._batch.step, "awaiting_reclaim", request=request.request_id)
@@ -341,7 +342,7 @@ class Scheduler:
     def _enqueue(self, request: Request) -> None:
         insort(self.waiting, request, key=self._key)
 
-    def _demands_with(self, head: Request) -> list[tuple[int, dict[str, int]]]:
+    def _demands_with(self, head: Request) -> list[Demand]:
         """What must fit for the head of the queue to be admitted beside the running requests.
 
         Each time it was preempted doubles the tokens all of them must be able to grow by: between two preemptions of
@@ -350,14 +351,14 @@ class Scheduler:
         if head.num_preemptions == 0:
             return [*self._batch.next_demands(), (head.handle, self._batch.demand(head.num_tokens))]
         ahead = self._batch.largest_page_tokens << min(head.num_preemptions, 20)
-        demands = [(request.handle, self._batch.growth(request, ahead)) for request in self.running]
+        demands = self._batch.growth(self.running, ahead)
         tokens = min(head.num_tokens + ahead, head.length_limit(self.config.max_model_len) - 1)
         return [*demands, (head.handle, self._batch.demand(tokens))]
 
     def _has_headroom(self, head: Request) -> bool:
         return not self.running or self._allocator.shortfall(self._demands_with(head)) <= 0
 
-    def _reclaimable(self, demands: Sequence[tuple[int, Mapping[str, int]]]) -> bool:
+    def _reclaimable(self, demands: Sequence[Demand]) -> bool:
         """Whether free, returning and shrinkable pages together cover the demands."""
         coming = self._allocator.returning_expert_pages + self._cache.shrinkable_pages
         return self._allocator.shortfall(demands) <= coming
