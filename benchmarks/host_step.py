@@ -8,8 +8,10 @@ delivery of the step's tokens. Run: `python benchmarks/host_step.py`.
 
 import argparse
 import gc
+import os
 import platform
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from rimuru_jax.host.request import Request
 from rimuru_jax.host.scheduler import Scheduler, SchedulerConfig
 
 LAYERS, EXPERTS, MATRICES = 48, 128, 3
+PAGE_TOKENS = 16
 MAX_MODEL_LEN = 2048
 
 
@@ -32,7 +35,13 @@ def build(
     """A scheduler over an elastic pool of `pool_gib` GiB."""
     expert = PageKind(name="expert", level=2, page_bytes=3 * 2**20, row_bytes=4096, layers=LAYERS)
     kv = PageKind(
-        name="kv", level=3, page_bytes=2**15, row_bytes=256, layers=LAYERS, page_tokens=16, groupable=True
+        name="kv",
+        level=3,
+        page_bytes=2**15,
+        row_bytes=256,
+        layers=LAYERS,
+        page_tokens=PAGE_TOKENS,
+        groupable=True,
     )
     layout = PageLayout.plan([expert, kv])
     allocator = PageAllocator(layout, layout.num_huge_pages(int(pool_gib * 2**30)))
@@ -56,21 +65,43 @@ def build(
     return Scheduler(config, allocator, tables, cache, metrics), tables, cache, metrics
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass: its time in seconds, and what happened in it."""
+
+    wall: float
+    cpu: float  # of this thread: what other processes do counts less
+    running: int  # requests
+    growing: int  # requests that started a page
+    admissions: int
+    completions: int
+    moves: bool  # whether experts were given up or taken back
+
+    @property
+    def only_decodes(self) -> bool:
+        return not (self.admissions or self.completions or self.moves)
+
+
 def measure(
     passes: int, warmup: int, num_seqs: int, pool_gib: float, cache_policy: str
-) -> tuple[np.ndarray, Metrics, list[int]]:
-    """Seconds per pass, and how many requests ran in each."""
+) -> tuple[list[Pass], dict[str, int | float]]:
+    """The passes after `warmup`, and what every counter grew by in them."""
     scheduler, tables, cache, metrics = build(num_seqs, pool_gib, cache_policy)
     rng = np.random.default_rng(1)
-    arrivals, version, seconds, running = 0, -1, np.zeros(passes), []
+    arrivals, version = 0, -1
+    rows: list[Pass] = []
+    before = dict(metrics.counters)
     gc.freeze()
     for number in range(-warmup, passes):
+        if number == 0:
+            before = dict(metrics.counters)
         while len(scheduler.waiting) < 4:  # the closed loop's queue is never empty
             arrivals += 1
             prompt, output = int(rng.integers(16, 1024)), int(rng.integers(64, 1024))
             scheduler.add(Request(str(arrivals), [1] * prompt, output, arrival=arrivals))
         router_counts = rng.integers(0, 2, (LAYERS, EXPERTS))
-        start = time.perf_counter()
+        moved, finished = _moves(metrics), metrics.counters["request_success"]
+        wall, cpu = time.perf_counter(), time.thread_time()
         plan = scheduler.schedule()
         tables.take_updates()
         if cache.version != version:
@@ -80,10 +111,36 @@ def measure(
         for request in scheduler.update(plan, [1] * len(plan.chunks)):
             if len(request.output_token_ids) == request.max_tokens:
                 scheduler.finish(request, "length")
+        wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
         if number >= 0:
-            seconds[number] = time.perf_counter() - start
-            running.append(len(scheduler.running))
-    return seconds, metrics, running
+            starts = [chunk.start for chunk in plan.chunks]
+            rows.append(
+                Pass(
+                    wall,
+                    cpu,
+                    len(scheduler.running),
+                    sum(start > 0 and start % PAGE_TOKENS == 0 for start in starts),
+                    starts.count(0),
+                    int(metrics.counters["request_success"] - finished),
+                    _moves(metrics) > moved,
+                )
+            )
+    return rows, {name: count - before[name] for name, count in metrics.counters.items()}
+
+
+def _moves(metrics: Metrics) -> int | float:
+    return metrics.counters["expert_shrinks"] + metrics.counters["expert_expansions"]
+
+
+def describe(name: str, rows: list[Pass]) -> str:
+    """Times of some passes, in milliseconds."""
+    if not rows:
+        return f"{name:26} none"
+    cells = [f"{name:26} {len(rows):6}"]
+    for times in ([row.wall for row in rows], [row.cpu for row in rows]):
+        values = (np.mean(times), *np.percentile(times, [50, 99]))
+        cells.append(" / ".join(f"{value * 1e3:.2f}" for value in values))
+    return "   ".join(cells)
 
 
 def main() -> None:
@@ -96,17 +153,22 @@ def main() -> None:
     parser.add_argument("--pool-gib", type=float, default=48.0)
     parser.add_argument("--expert-cache-policy", choices=["hotset", "lru"], default="hotset")
     args = parser.parse_args()
-    seconds, metrics, running = measure(
-        args.passes, args.warmup, args.num_seqs, args.pool_gib, args.expert_cache_policy
-    )
-    mean, median, p99, worst = (
-        f"{value * 1e3:.3f}" for value in (seconds.mean(), *np.percentile(seconds, [50, 99]), seconds.max())
-    )
-    counters = metrics.counters
+    rows, counters = measure(args.passes, args.warmup, args.num_seqs, args.pool_gib, args.expert_cache_policy)
+
+    def mean(name: str) -> str:
+        return f"{np.mean([getattr(row, name) for row in rows]):.2f}"
+
     print(
-        f"{args.passes} passes, {np.mean(running):.0f} running sequences on average, pool {args.pool_gib} GiB, "
-        f"{args.expert_cache_policy}, Python {platform.python_version()} on {platform.processor() or platform.machine()}\n"
-        f"ms per pass: mean {mean}, median {median}, p99 {p99}, max {worst}\n"
+        f"pool {args.pool_gib} GiB, {args.expert_cache_policy}, Python {platform.python_version()}, numpy {np.__version__} "
+        f"on {platform.processor() or platform.machine()}, load {os.getloadavg()[0]:.1f}\n"
+        f"per pass: {mean('running')} running, {mean('growing')} start a page, {mean('admissions')} admitted, "
+        f"{mean('completions')} completed, experts move in {mean('moves')}\n"
+        f"{'ms: mean / median / p99':26} {'passes':>6}   {'wall':18}   CPU"
+    )
+    print(describe("all passes", rows))
+    print(describe("decodes and growth alone", [row for row in rows if row.only_decodes]))
+    print(describe("with completion, admission", [row for row in rows if row.admissions or row.completions]))
+    print(
         f"shrinks {counters['expert_shrinks']}, expansions {counters['expert_expansions']}, "
         f"reversals {counters['expert_reversals']}, preemptions {counters['num_preemptions']}, "
         f"passes that waited for reclaim {counters['awaiting_reclaim']}"

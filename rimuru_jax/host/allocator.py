@@ -11,74 +11,22 @@ allocation is first decided in numbers and then carried out, so that it happens 
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from rimuru_jax.host.ledger import Ledger, PageCounts
 from rimuru_jax.host.page_layout import EXPERT, PageLayout
 from rimuru_jax.host.page_store import FREE, NO_UNITS, NOBODY, PENDING, PageStore, Tenant, Units
 
 Ids = npt.NDArray[np.int32]
 _NO_IDS: Ids = np.zeros(0, np.int32)
+type _Taker = tuple[Tenant, list[int], dict[str, Ids]]  # units by kind, their ids by name
 
 EXPERTS = -1
 """Owner of the resident expert pages."""
 BUFFERS = -2
 """Owner of the loading buffers; what it holds counts as pinned. Sequences are owners from 0 upwards."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageCounts:
-    """Units of one kind: free + used + pinned + cached + pending + cut = total."""
-
-    level: int
-    total: int
-    """Units in all parents split for this kind."""
-    free: int
-    used: int
-    pinned: int
-    """Held by loading buffers."""
-    cached: int
-    """Held for reuse only, evictable."""
-    pending: int
-    """Freed, but not before a later pass."""
-    cut: int
-    """Level 2: pages cut into level-3 pages."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
-    """Where every page of the pool is: at L1 free + split = all huge pages less scratch."""
-
-    huge_pages: int
-    """All huge pages but scratch."""
-    free_huge_pages: int
-    split_huge_pages: int
-    kinds: dict[str, PageCounts]
-
-
-class _Taking:
-    """An allocation that has been decided. Lists are by kind."""
-
-    __slots__ = ("fresh", "ids", "names", "opened", "pages", "spare", "tenant", "wanted")
-
-    def __init__(
-        self, tenant: Tenant, names: list[str], wanted: list[int], pages: list[int], fresh: list[int]
-    ) -> None:
-        self.tenant = tenant
-        self.names = names
-        self.wanted = wanted
-        """Units for the tenant."""
-        self.pages = pages
-        """Units to take: those and the parents of level-3 kinds."""
-        self.fresh = fresh
-        """Parents to open."""
-        self.opened: list[list[int]] = [[] for _ in wanted]
-        """Those parents."""
-        self.spare: list[list[int]] = [[] for _ in wanted]
-        """Level 2: units that are to become parents."""
-        self.ids: list[Ids] = [_NO_IDS] * len(wanted)
 
 
 class PageAllocator:
@@ -152,29 +100,23 @@ class PageAllocator:
         Returns what `allocate` would have, for those before that one.
         """
         taken: list[dict[str, Ids]] = []
-        batch: dict[
-            int, _Taking
-        ] = {}  # who takes from parents that are its own or fresh, so that no one sees the others
-        num_free = len(self._free_huge)
-        for owner, names, wanted in [
-            (owner, [*units], self._wanted(owner, units)) for owner, units in demands
-        ]:
-            if owner in batch:
-                taken += self._carry_out(batch)
-                batch, num_free = {}, len(self._free_huge)
+        takers: list[_Taker] = []
+        wanted_by_each = [self._wanted(owner, demand) for owner, demand in demands]
+        for (owner, demand), wanted in zip(demands, wanted_by_each, strict=True):
             tenant = self._tenants.get(owner) or Tenant(owner, len(self._stores))
-            pages, fresh, num_huge = self._wish(tenant.room, wanted)
-            if num_huge <= num_free:
-                batch[owner] = _Taking(tenant, names, wanted, pages, fresh)
-                num_free -= num_huge
-                continue
-            taken += self._carry_out(batch)
-            plan = self._compromise(tenant.room, wanted, fresh)
+            plan = self._plan(tenant.room, wanted)
             if plan is None:
-                return taken
-            taken += self._carry_out({owner: _Taking(tenant, names, wanted, *plan)})
-            batch, num_free = {}, len(self._free_huge)
-        return taken + self._carry_out(batch)
+                break
+            taken.append(dict.fromkeys(demand, _NO_IDS))
+            if any(wanted):
+                self._tenants[owner] = tenant
+                taker = tenant, wanted, taken[-1]
+                takers.append(taker)
+                self._reserve(taker, *plan)
+        for i, *_ in self._level3:
+            if theirs := [taker for taker in takers if taker[1][i]]:
+                self._hand_out(self._stores[i], self._stores[i].occupy(), theirs)
+        return taken
 
     def shortfall(self, demands: Sequence[tuple[int, Mapping[str, int]]]) -> int:
         """Expert-sized pages missing to allocate all `demands` (owner, units by kind), one after another in any order
@@ -197,13 +139,10 @@ class PageAllocator:
             return -self.free_expert_pages
         if len(merged) == 1:
             ((owner, wanted),) = merged.items()
-            room = self._room(owner)
-            pages, fresh, num_huge = self._wish(room, wanted)
-            if num_huge > len(self._free_huge):
-                plan = self._compromise(room, wanted, fresh)
-                if plan is None:
-                    return self._least_missing(wanted)
-                pages, fresh = plan
+            plan = self._plan(self._room(owner), wanted)
+            if plan is None:
+                return self._least_missing(wanted)
+            pages, fresh = plan
             return self._balance(pages, fresh)
 
         total, pages, fresh, num_huge = [0] * size, [0] * size, [0] * size, 0
@@ -370,14 +309,14 @@ class PageAllocator:
                 num_huge += fresh[i]
         return pages, fresh, num_huge
 
-    def _compromise(
-        self, room: list[int], wanted: list[int], wish: list[int]
-    ) -> tuple[list[int], list[int]] | None:
-        """Like `_wish`, whose fresh parents are too many; None when the units cannot be had.
+    def _plan(self, room: list[int], wanted: list[int]) -> tuple[list[int], list[int]] | None:
+        """What can be had of `_wish`: its first two; None when the units are not there."""
+        pages, fresh, num_huge = self._wish(room, wanted)
+        if num_huge <= len(self._free_huge):
+            return pages, fresh
 
-        Begins with the fewest new pages, then comes as near to the wish as the free ones go.
-        """
-        pages, fresh = self._least(wanted)
+        # Not everything as it should be: begin with the fewest new pages, then come as near as the free ones go.
+        wish, (pages, fresh) = fresh, self._least(wanted)
         num_free = len(self._free_huge) - sum(fresh[i] for i, _ in self._level2)
         if num_free < 0:
             return None
@@ -424,48 +363,40 @@ class PageAllocator:
         """Fresh huge pages for kinds other than experts."""
         return sum([fresh[i] for i, _ in self._level2 if i != self._expert])
 
-    def _carry_out(self, batch: Mapping[int, "_Taking"]) -> list[dict[str, Ids]]:
-        """Take what has been decided. Returns the page ids of each."""
-        for owner, taking in batch.items():
-            if any(taking.wanted):
-                self._tenants[owner] = taking.tenant
-            for i, _ in self._level2:
-                if fresh := taking.fresh[i]:
-                    taking.opened[i] = self._free_huge[: -fresh - 1 : -1]
-                    del self._free_huge[-fresh:]
+    def _reserve(self, taker: _Taker, pages: list[int], fresh: list[int]) -> None:
+        """Take the level-2 pages that `_plan` has decided on, and reserve the units in them."""
+        tenant, wanted, _ = taker
+        parents: list[list[int]] = [[] for _ in wanted]
         for i, _ in self._level2:
-            takings = [taking for taking in batch.values() if taking.pages[i]]
-            if takings:
-                self._take(self._stores[i], takings)
+            if pages[i]:
+                huge = []
+                if fresh[i]:
+                    huge = self._free_huge[: -fresh[i] - 1 : -1]
+                    del self._free_huge[-fresh[i] :]
+                self._stores[i].reserve(tenant, pages[i], huge)
+                units = self._stores[i].occupy()
+                if wanted[i]:
+                    self._hand_out(self._stores[i], units[: wanted[i]], [taker])
+                parents[i] = units[wanted[i] :].tolist()
         for i, _, above in self._level3:
-            takings = [taking for taking in batch.values() if taking.wanted[i]]
-            if takings:
-                opened: list[int] = []
-                for taking in takings:
-                    spare = taking.spare[above]
-                    taking.opened[i] = spare[: taking.fresh[i]]
-                    taking.spare[above] = spare[taking.fresh[i] :]
-                    opened += taking.opened[i]
-                self._stores[above].cut[opened] = True
-                self._stores[above].num_cut += len(opened)
-                self._take(self._stores[i], takings)
-        index = self._index
-        return [{name: taking.ids[index[name]] for name in taking.names} for taking in batch.values()]
+            if wanted[i]:
+                opened = []
+                if fresh[i]:
+                    opened, parents[above] = parents[above][: fresh[i]], parents[above][fresh[i] :]
+                    self._stores[above].cut[opened] = True
+                    self._stores[above].num_cut += fresh[i]
+                self._stores[i].reserve(tenant, wanted[i], opened)
 
-    def _take(self, store: PageStore, takings: list["_Taking"]) -> None:
-        i = store.index
-        units = store.take([(taking.tenant, taking.pages[i], taking.opened[i]) for taking in takings])
+    def _hand_out(self, store: PageStore, units: Units, takers: Sequence[_Taker]) -> None:
+        """Book units, one taker's after another's, and note their page ids."""
+        i, end = store.index, 0
         ids = store.page_ids(units)
-        end = 0
-        for taking in takings:
-            start, middle, end = end, end + taking.wanted[i], end + taking.pages[i]
-            if middle > start:
-                taking.tenant.units[i] += middle - start
-                taking.tenant.held[i].append(units[start:middle])
-                taking.ids[i] = ids[start:middle]
-                store.num_held += middle - start
-            if end > middle:
-                taking.spare[i] = units[middle:end].tolist()
+        store.num_held += len(units)
+        for tenant, wanted, by_name in takers:
+            start, end = end, end + wanted[i]
+            tenant.units[i] += wanted[i]
+            tenant.held[i].append(units[start:end])
+            by_name[store.name] = ids[start:end]
 
     def _held(self, tenant: Tenant, store: PageStore, leaving: Units | None = None) -> Units:
         """The units of a kind that `tenant` holds, less those about to leave."""

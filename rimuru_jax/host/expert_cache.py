@@ -208,7 +208,7 @@ class ExpertCache:
         experts = self.resident.shape[1]
         spare = self._per_layer - self.floor
         last = self._order()[::-1]
-        candidates = last[(self.resident & (spare > 0)[:, None]).ravel()[last]]
+        candidates = last[(self.resident & (spare > 0)[:, None]).ravel()[last].nonzero()[0]]
         victims: list[int] = []
         for candidate in candidates:
             if len(victims) == n:

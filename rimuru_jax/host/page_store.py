@@ -6,8 +6,6 @@ Placement follows from that: a tenant takes units from parents it owns, then fro
 only in need. So parents empty when their owner leaves, instead of living on for a few strangers' pages.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
@@ -76,6 +74,9 @@ class PageStore:
         """Pending units of each split parent."""
         self.open: dict[int, None] = {}
         """Split parents with free units."""
+        self._reserved: list[
+            tuple[int, int, int, int]
+        ] = []  # parent, units, its free units before, new occupant
         self.num_split = self.num_free = self.num_held = self.num_pending = self.num_cut = 0
 
     @property
@@ -104,48 +105,48 @@ class PageStore:
             raise ValueError(f"{ids[~ok][:4].tolist()} are no ids of {self.name!r} units of this pool")
         return units
 
-    def take(self, takers: Sequence[tuple[Tenant, int, list[int]]]) -> Units:
-        """Give units to tenants, (tenant, how many, fresh parents to open for it) each: of its own parents, then of all
-        the fresh ones, then of others'.
+    def reserve(self, tenant: Tenant, count: int, fresh: list[int]) -> None:
+        """Promise `count` units to `tenant`: of its own parents, then of all `fresh` ones, then of others'.
 
-        The caller has made sure that they are there, that every fresh parent is needed, and that no tenant comes
-        twice; who needs others' parents comes alone. Returns the units of all, one tenant's after another's.
+        The caller has made sure that they are there and that every fresh parent is needed. All counts change now; which
+        units it are, and that they are no longer free, follows with the next `occupy`.
         """
-        index, size = self.index, self.units_per_parent
-        parents: list[int] = []
-        counts: list[int] = []
-        owners: list[int] = []  # of the units taken from each parent
-        changes: list[tuple[int, int]] = []  # (parent, change of its free units)
-        opened: list[int] = []
-        needed = 0
-        for tenant, needed, fresh in takers:
-            for parent in tenant.open[index]:
-                if not needed:
+        own = tenant.open[self.index]
+        while count and own:
+            count -= self._reserve_in(next(iter(own)), tenant, count)
+        size = self.units_per_parent
+        for parent in fresh:
+            taken = min(count, size)
+            count -= taken
+            self.split[parent] = True
+            self.owner[parent] = tenant.owner
+            self._reserved.append((parent, taken, size, tenant.owner))
+            if taken < size:
+                self._add_free(parent, size - taken)
+        self.num_split += len(fresh)
+        if count:
+            for parent in self._others(tenant)[:count].tolist():
+                count -= self._reserve_in(parent, tenant, count)
+                if tenant.owner >= 0 > self.owner[parent] > FREE:
+                    # Weights own a huge page only while it holds nothing else.
+                    self._hand_over(np.array([parent]), np.array([tenant.owner]))
+                if not count:
                     break
-                count = min(needed, int(self.free[parent]))
-                parents.append(parent)
-                counts.append(count)
-                changes.append((parent, -count))
-                needed -= count
-            if fresh:
-                last = min(needed - size * (len(fresh) - 1), size)
-                parents += fresh
-                counts += [size] * (len(fresh) - 1)
-                counts.append(last)
-                if last < size:
-                    changes.append((fresh[-1], size - last))
-                opened += fresh
-                needed -= size * (len(fresh) - 1) + last
-            owners += [tenant.owner] * (len(parents) - len(owners))
-        units = self._occupy(np.array(parents), np.array(counts), np.array(owners)) if parents else NO_UNITS
-        if opened:
-            self.split[opened] = True
-            self.owner[opened] = self.flat[np.array(opened) * size]
-            self.num_split += len(opened)
-        for parent, change in changes:
-            self._add_free(parent, change)
-        if needed:
-            return np.concatenate([units, self._take_from_others(takers[-1][0], needed)])
+
+    def occupy(self) -> Units:
+        """Let the tenants have what was reserved since the last call. Returns the units, in the order of reservation."""
+        parents, counts, free, owners = np.array(self._reserved).T
+        self._reserved.clear()
+        if self.units_per_parent == 1:
+            self.flat[parents] = owners
+            return parents
+        # Of a parent's free units, `free` is how many earlier reservations had left.
+        vacant = self.occupant[parents] == FREE
+        number = vacant.cumsum(1)
+        first = (number[:, -1] - free)[:, None]
+        rows, slots = (vacant & (number > first) & (number <= first + counts[:, None])).nonzero()
+        units = parents[rows] * self.units_per_parent + slots
+        self.flat[units] = owners[rows]
         return units
 
     def vacate(self, units: Units, *, later: bool) -> tuple[Units, Units, Units]:
@@ -176,32 +177,13 @@ class PageStore:
         parents = coming.nonzero()[0]
         return parents[self.free[parents] + coming[parents] == self.units_per_parent]
 
-    def _occupy(self, parents: Units, counts: Units, owners: Units) -> Units:
-        """The first `counts` free units of each parent get an occupant. Returns them, parent by parent."""
-        if self.units_per_parent == 1:
-            self.flat[parents] = owners
-            return parents
-        free = self.occupant[parents] == FREE
-        rows, slots = (free & (free.cumsum(1) <= counts[:, None])).nonzero()
-        units = parents[rows] * self.units_per_parent + slots
-        self.flat[units] = owners[rows]
-        return units
-
-    def _take_from_others(self, tenant: Tenant, count: int) -> Units:
-        parents = self._others(tenant)
-        counts = self.free[parents]
-        before = counts.cumsum() - counts
-        parents = parents[before < count]
-        counts = np.minimum(counts, count - before)[: len(parents)]
-        units = self._occupy(parents, counts, np.full_like(parents, tenant.owner))
-        for parent, units_taken in zip(parents.tolist(), counts.tolist(), strict=True):
-            self._add_free(parent, -units_taken)
-        if tenant.owner >= 0:
-            # Weights own a huge page only while it holds nothing else.
-            owners = self.owner[parents]
-            mixed = parents[(owners < 0) & (owners > FREE)]
-            self._hand_over(mixed, np.full_like(mixed, tenant.owner))
-        return units
+    def _reserve_in(self, parent: int, tenant: Tenant, count: int) -> int:
+        """Up to `count` of the free units of a parent; returns how many."""
+        free = int(self.free[parent])
+        count = min(count, free)
+        self._reserved.append((parent, count, free, tenant.owner))
+        self._add_free(parent, -count)
+        return count
 
     def _others(self, tenant: Tenant) -> Units:
         """Open parents in the order to take them when nothing better is left.

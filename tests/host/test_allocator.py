@@ -248,6 +248,23 @@ def test_nothing_but_what_is_needed_is_kept_from_the_others() -> None:
     assert allocator.free_expert_pages == 0
 
 
+def test_one_after_another_until_it_does_not_fit() -> None:
+    allocator = PageAllocator(DENSE, 4)  # three parents
+    demands = [(1, {"kv": 3}), (2, {"kv": 9}), (3, {"kv": 13}), (4, {"kv": 1})]
+    taken = allocator.allocate_each(demands)  # of 24 units 12 are left for the third
+    allocator.check_ledger()
+    assert [len(each["kv"]) for each in taken] == [3, 9]
+    assert [allocator.holds(owner)["kv"] for owner in range(1, 5)] == [3, 9, 0, 0]
+
+
+def test_nobody_gets_anything_when_one_demand_makes_no_sense() -> None:
+    allocator = PageAllocator(DENSE, 4)
+    for wrong, error in (({"kv": -1}, ValueError), ({"ssm": 1}, KeyError)):
+        with pytest.raises(error):
+            allocator.allocate_each([(1, {"kv": 3}), (2, wrong)])
+        assert allocator.ledger() == PageAllocator(DENSE, 4).ledger()
+
+
 @pytest.mark.parametrize(
     ("demands", "pages"),
     [

@@ -245,6 +245,21 @@ class AllocatorTraces(RuleBasedStateMachine):
             assert missing or sum(1 for units in total.values() if units) > 1
         assert missing == 0 or shortfall > 0
 
+    @rule(data=st.data())
+    def taken_together_they_get_the_same(self, data: st.DataObject) -> None:
+        owners = data.draw(st.permutations([EXPERTS, 0, 1, 2, 3, 4, 5]))
+        demands = [(owner, self.demand(data, most=5)) for owner in owners[: data.draw(st.integers(1, 7))]]
+        alone, together = copy.deepcopy(self.allocator), copy.deepcopy(self.allocator)
+        expected = []
+        for owner, demand in demands:
+            if (taken := alone.allocate(owner, demand)) is None:
+                break
+            expected.append({name: ids.tolist() for name, ids in taken.items()})
+        taken = together.allocate_each(demands)
+        assert [{name: ids.tolist() for name, ids in each.items()} for each in taken] == expected
+        together.check_ledger()
+        assert snapshot(together) == snapshot(alone)
+
     @invariant()
     def the_books_are_right(self) -> None:
         if not hasattr(self, "allocator"):

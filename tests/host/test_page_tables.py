@@ -88,6 +88,21 @@ def test_the_ids_passed_in_are_copied(tables: PageTables) -> None:
     assert tables.arrays["kv"][:, 0, 0].tolist() == [1, 2, 3]
 
 
+def test_slots_may_grow_together(tables: PageTables) -> None:
+    tables.append(3, {"kv": np.array([1, 2, 3])})
+    tables.take_updates()
+    units = [{"kv": np.array([4, 5, 6])}, {"ssm": np.array([7, 8]), "kv": np.array([11, 12, 13, 21, 22, 23])}]
+    tables.append_each([3, 1], units)
+    assert tables.arrays["kv"][:, 3, :3].tolist() == [[1, 4, 0], [2, 5, 0], [3, 6, 0]]
+    assert tables.arrays["kv"][:, 1, :3].tolist() == [[11, 21, 0], [12, 22, 0], [13, 23, 0]]
+    assert tables.arrays["ssm"][:, :, 0].tolist() == [[0, 7, 0, 0], [0, 8, 0, 0]]
+    assert tables.lengths("kv").tolist() == [0, 2, 0, 2]
+    device = {name: np.zeros_like(array) for name, array in tables.arrays.items()}
+    device["kv"][:, 3, 0] = [1, 2, 3]
+    apply(device, tables)
+    assert all((device[name] == array).all() for name, array in tables.arrays.items())
+
+
 @pytest.mark.parametrize(
     ("units", "message"),
     [
