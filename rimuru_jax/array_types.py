@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int32, UInt16
 Pool = UInt16[jax.Array, "huge_pages words"]
 """The page pool: one row of 16-bit words per huge page. Row 0 is scratch."""
 
-HostPages = UInt16[jax.Array, "pages words"]
+HostPages = UInt16[jax.Array, "host_pages page_words"]
 """Expert pages in host memory, in (layer, expert, matrix) order."""
 
 Hidden = Float[jax.Array, "T d"]
