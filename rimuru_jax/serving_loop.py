@@ -217,11 +217,12 @@ class ServingLoop:
             sources[layer, :count] = (first[:, None] + np.arange(matrices)).reshape(-1)
             targets[layer, :count] = buffer_pages[layer % 2, : len(away)].reshape(-1)
             counts[layer] = count
+        # Not `jnp.array(pages)`: on a CPU that reads aligned memory in place, and copies it behind the running step.
         self.experts = ExpertTables(
-            pages=jnp.array(pages),
-            load_sources=jnp.array(sources),
-            load_targets=jnp.array(targets),
-            load_counts=jnp.array(counts),
+            pages=jnp.asarray(pages.copy()),
+            load_sources=jnp.asarray(sources),
+            load_targets=jnp.asarray(targets),
+            load_counts=jnp.asarray(counts),
         )
 
     def copy_experts(self, copies: Sequence[ExpertCopy]) -> None:

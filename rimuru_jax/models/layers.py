@@ -21,7 +21,7 @@ def linear(
     else:
         y = lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     if bias is not None:
-        y = y + bias.astype(jnp.float32)
+        y = y + bias.astype(jnp.float32)[None, :]
     return y.astype(x.dtype)
 
 
@@ -57,7 +57,7 @@ def rms_norm(x: Float[Array, "*batch n"], weight: Float[Array, " n"], eps: float
     return normed.astype(x.dtype) * jnp.broadcast_to(weight.astype(x.dtype), x.shape)
 
 
-def swiglu(x: Hidden, gate_up: Float[Array, "2f d"], down: Float[Array, "d f"]) -> Hidden:
+def swiglu(x: Hidden, gate_up: Float[Array, "gate_up d"], down: Float[Array, "d f"]) -> Hidden:
     """`down @ (silu(gate @ x) * (up @ x))`; gate and up are the halves of `gate_up`."""
     gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
     return linear(jax.nn.silu(gate) * up, down)

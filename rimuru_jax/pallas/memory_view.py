@@ -53,11 +53,11 @@ class MemoryView:
 
         Row `r` of page `i` is page `i * rows_per_page + r` of the result; needs pages without padding.
         """
-        rows = math.prod(self.page_shape[:axes])
-        if self.stride % rows:
+        if self.stride != self.words:
             raise ValueError(
-                f"{self.kind} pages of stride {self.stride} words cannot be cut into {rows} equal rows"
+                f"{self.kind} pages of {self.words} words are padded to {self.stride}, so their rows are no equal pages"
             )
+        rows = math.prod(self.page_shape[:axes])
         return MemoryView(
             kind=self.kind, page_shape=self.page_shape[axes:], dtype=self.dtype, stride=self.stride // rows
         )
@@ -124,5 +124,6 @@ class MemoryView:
         width = pool.shape[1]
         common = math.gcd(self.stride, width)
         stride, width = self.stride // common, width // common
-        units = ids * stride  # in units of `common` words; stride is 1 when the page divides the huge page
-        return jnp.stack([units // width, units % width * common], axis=-1)
+        # Every `width` pages, now in units of `common` words, start at the first word of a huge page again.
+        rounds, units = ids // width, ids % width * stride
+        return jnp.stack([rounds * stride + units // width, units % width * common], axis=-1)

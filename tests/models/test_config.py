@@ -1,5 +1,7 @@
 """config.json in its old and new words, and what is refused."""
 
+import dataclasses
+
 import pytest
 
 from rimuru_jax.models.config import Dense, Moe, Rotary
@@ -45,6 +47,40 @@ def test_details_of_each_architecture():
     mixtral = parse_config(raw("mixtral", sliding_window=64))
     assert mixtral.moe.normalize and mixtral.attention.sliding_window == 64
     assert parse_config(raw("mixtral", eos_token_id=[3, 4])).eos_token_ids == (3, 4)
+
+
+@pytest.mark.parametrize("words", ["partial_rotary_factor", "rope_parameters"])
+def test_partial_rotation_in_old_and_new_words(words):
+    fraction = {"partial_rotary_factor": 0.5}
+    changes = {"rope_parameters": {"rope_theta": 1e6, **fraction}} if words == "rope_parameters" else fraction
+    rotary = parse_config(raw("mixtral", **changes)).attention.rotary
+    assert rotary == Rotary(theta=1e6 if words == "rope_parameters" else 1e4, fraction=0.5)
+    with pytest.raises(ValueError, match=r"0\.5 of head_dim 6 is not an even number"):
+        parse_config(raw("mixtral", head_dim=6, **changes))
+
+
+def test_page_kinds_of_qwen3_30b():
+    """The sizes of design's tables, by hand: experts [768, 2048] and 4 heads of 128 in bfloat16."""
+    config = parse_config(
+        raw(
+            "qwen3_moe", hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_hidden_layers=48,
+            num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        )
+    )  # fmt: skip
+    expert, kv = config.page_kinds(weight_bytes=2, kv_bytes=2, page_tokens=16)
+    assert (expert.page_bytes, expert.layers, expert.level) == (3 << 20, 48, 2)
+    assert (kv.page_bytes, kv.layers, kv.level, kv.page_tokens) == (32 << 10, 48, 3, 16)
+    assert (expert.row_bytes, kv.row_bytes) == (256 * 2, 128 * 2)
+
+
+def test_one_shape_of_keys_per_model():
+    config = parse_config(raw("mixtral"))
+    narrow = dataclasses.replace(config.attention, num_kv_heads=1)
+    mixed = dataclasses.replace(
+        config, layers=(*config.layers, dataclasses.replace(config.layers[0], mixer=narrow))
+    )
+    with pytest.raises(ValueError, match=r"keys of 2 shapes \[\(1, 8\), \(2, 8\)\]"):
+        _ = mixed.attention
 
 
 @pytest.mark.parametrize(

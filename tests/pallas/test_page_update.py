@@ -31,6 +31,17 @@ def test_write_kv_changes_those_rows_and_nothing_else(dtype, tokens, heads, page
     assert (got == expected).all()
 
 
+def test_padding_tokens_write_only_to_scratch():
+    v = view("kv", (2, 2, 4, 8), "bfloat16")
+    pool = np.random.default_rng(0).integers(0, 1 << 16, (3, v.stride * 2), dtype=np.uint16)
+    keys = np.full((5, 2, 8), np.nan, v.dtype)
+    pages, offsets = np.array([3, 0, 0, 0, 0], np.int32), np.array([1, 2, 2, 2, 0], np.int32)
+    got = np.asarray(jax.jit(write_kv, static_argnums=1)(pool, v, keys, keys, pages, offsets))
+    assert (got[0, v.stride :] == pool[0, v.stride :]).all()  # page 1
+    changed = np.argwhere(got[1:] != pool[1:])[:, 0]
+    assert set(changed.tolist()) == {0} and len(changed) <= 4 * 8  # page 3, one row of each K and V head
+
+
 @pytest.mark.parametrize("count", [0, 1, 5])
 @pytest.mark.parametrize("per_huge", [1, 3])
 def test_load_pages_copies_the_first_count(count, per_huge):

@@ -1,5 +1,7 @@
 """Paged attention against dense float64 attention over keys and values reassembled from shuffled pages."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,11 @@ import pytest
 
 from rimuru_jax.pallas.paged_attention import paged_attention
 from tests.pallas.paged import poisoned_pool, put, view
+
+_attend = jax.jit(
+    functools.partial(paged_attention, scale=0.3),
+    static_argnames=("view", "max_query_len", "sliding_window"),
+)
 
 # (tokens in the cache before, new tokens) of each row
 RAGGED = {
@@ -16,7 +23,9 @@ RAGGED = {
     "chunks over a context": [(15, 17), (64, 64), (3, 1)],
     "decodes": [(0, 1), (2, 1), (15, 1), (16, 1), (17, 1), (129, 1), (512, 1)],
     "mixed": [(130, 1), (0, 40), (7, 1), (100, 9)],
-    "empty rows between": [(5, 3), (0, 0), (9, 1), (0, 0)],
+    "around a tile": [(0, 31), (0, 32), (1, 33), (40, 64), (0, 65)],
+    "long": [(500, 13), (0, 130)],
+    "empty rows between and after": [(5, 3), (0, 0), (9, 1), (0, 0), (0, 0)],
 }
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # of outputs rounded to that type
 
@@ -34,7 +43,8 @@ class Case:
         total = sum(pages_of) + 5
         self.pool = poisoned_pool(total, self.view.stride)
         free = iter(rng.permutation(np.arange(1, total)).tolist())
-        self.table = np.zeros((len(rows), width), np.int32)
+        # Past a row's pages its table names pages of others, or of nobody.
+        self.table = rng.integers(0, total, (len(rows), width), dtype=np.int32)
         self.kv = []
         for row, (length, count) in enumerate(zip(lengths, pages_of, strict=True)):
             kv = rng.normal(size=(2, kv_heads, length, dim)).astype(self.view.dtype)
@@ -53,11 +63,16 @@ class Case:
     def run(self, padding: int = 0, **options) -> np.ndarray:
         queries = np.pad(self.queries, ((0, padding), (0, 0), (0, 0)))
         longest = max(new for _, new in self.rows)
-        out = jax.jit(
-            lambda q, pool, table, start, context: paged_attention(
-                q, pool, self.view, table, start, context, scale=0.3, max_query_len=longest, **options
-            )
-        )(queries, self.pool, self.table, self.start, self.context)
+        out = _attend(
+            queries,
+            self.pool,
+            self.view,
+            self.table,
+            self.start,
+            self.context,
+            max_query_len=longest,
+            **options,
+        )
         assert np.isfinite(np.asarray(out, np.float32)).all()
         return np.asarray(out, np.float64)[: self.start[-1]]
 
@@ -78,13 +93,15 @@ class Case:
         return out
 
 
-@pytest.mark.parametrize("rows", RAGGED.values(), ids=RAGGED.keys())
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ragged(rows, dtype):
-    case = Case(rows, dtype=dtype)
-    np.testing.assert_allclose(case.run(), case.dense(), rtol=0, atol=2 * TOLERANCE[dtype])
-    if max(new for _, new in rows) > 1:
-        np.testing.assert_allclose(case.run(padding=11), case.dense(), rtol=0, atol=2 * TOLERANCE[dtype])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in RAGGED), ("mixed", "bfloat16"), ("decodes", "bfloat16")],
+)
+def test_ragged(name, dtype):
+    case = Case(RAGGED[name], dtype=dtype)
+    # A step of decodes is as long as its rows; one with prefills is padded to a bucket.
+    padding = 11 if max(new for _, new in case.rows) > 1 else 0
+    np.testing.assert_allclose(case.run(padding), case.dense(), rtol=0, atol=2 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(
@@ -96,8 +113,16 @@ def test_shapes(heads, kv_heads, dim, page_tokens):
     np.testing.assert_allclose(case.run(), case.dense(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [1, 5, 16, 128, 200])
-@pytest.mark.parametrize("rows", ["mixed", "decodes", "chunks over a context"])
+@pytest.mark.parametrize("page_tokens", [1, 4, 16])
+def test_lengths_around_a_page(page_tokens):
+    lengths = sorted({1, 3, page_tokens - 1, page_tokens, page_tokens + 1, 130} - {0})
+    for rows in ([(length - 1, 1) for length in lengths], [(0, length) for length in lengths]):
+        case = Case(rows, page_tokens=page_tokens)
+        np.testing.assert_allclose(case.run(), case.dense(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 200])
+@pytest.mark.parametrize("rows", ["mixed", "decodes"])
 def test_sliding_window(window, rows):
     case = Case(RAGGED[rows])
     np.testing.assert_allclose(case.run(sliding_window=window), case.dense(window), rtol=0, atol=1e-5)

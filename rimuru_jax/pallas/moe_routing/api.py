@@ -50,6 +50,7 @@ def group_tokens(
     """Sort the pairs of valid tokens by expert and pad each expert's share to whole tiles of `tile` rows."""
     resolve("moe_routing", implementation, ("reference",))
     pairs = experts.shape[0] * experts.shape[1]
-    # Each touched expert wastes less than one tile.
-    max_tiles = min(pairs, pairs // tile + min(num_experts, pairs))
+    # The worst case: as many experts as can be have one pair more than fills their tiles.
+    touched = min(num_experts, pairs)
+    max_tiles = touched + (pairs - touched) // tile
     return Routing(*reference.group_tokens(experts, valid, num_experts, tile, max_tiles))
