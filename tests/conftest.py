@@ -1,6 +1,7 @@
 """Settings of every test: the same random cases on every run, no clock in the verdict, and no silent conversions."""
 
 import gc
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Shapes and dtypes that annotations state are checked at every call of the code that runs on a device.
 # (`models.stack` is left out: its batch is also built of numpy arrays and of bare shapes, which annotations do not say.)
-install_import_hook(["rimuru_jax.pallas", "rimuru_jax.models.layers"], "beartype.beartype")
+if importlib.util.find_spec("beartype"):  # a machine that only runs the GPU tests may lack it
+    install_import_hook(["rimuru_jax.pallas", "rimuru_jax.models.layers"], "beartype.beartype")
 
 MAX_MEMORY_MAPS = 20_000
 """Linux gives a process 65,530, and on a CPU each compiled executable takes a few hundred."""

@@ -210,9 +210,10 @@ class Scheduler:
 
         lacking, preempted, rejected = self._grow()
         chunks, budget = self._plan_running(lacking)
+        short = None
         if not lacking and not preempted:
-            self._admit(chunks, budget)
-        copies = self._adjust() if self.config.memory_policy == "elastic" else []
+            short = self._admit(chunks, budget)
+        copies = self._adjust(short) if self.config.memory_policy == "elastic" else []
 
         waiting_for = None
         if not chunks and self._requests:
@@ -267,14 +268,19 @@ class Scheduler:
                     budget -= self._add_prompt_chunk(chunks, request, budget)
         return chunks, budget
 
-    def _admit(self, chunks: list[ScheduledChunk], budget: int) -> None:
-        """Admit heads of the queue while tokens, slots and pages last."""
+    def _admit(self, chunks: list[ScheduledChunk], budget: int) -> int | None:
+        """Admit heads of the queue while tokens, slots and pages last.
+
+        Returns the shortfall of the head that has to wait for pages, if there is one and it was counted.
+        """
         while self.waiting and budget and self._batch.has_free_slot:
             request = self.waiting[0]
-            if request.num_in_flight or not self._has_headroom(request):
-                return
+            if request.num_in_flight:
+                return None
+            if self.running and (short := self._allocator.shortfall(self._demands_with(request))) > 0:
+                return short
             if not self._batch.admit(request):
-                return
+                return None
             self.waiting.pop(0)
             insort(self.running, request, key=self._key)
             request.status = RequestStatus.RUNNING
@@ -282,6 +288,7 @@ class Scheduler:
                 self._batch.step, "admitted", request=request.request_id, tokens=request.num_tokens
             )
             budget -= self._add_prompt_chunk(chunks, request, budget)
+        return None
 
     def _add_prompt_chunk(self, chunks: list[ScheduledChunk], request: Request, budget: int) -> int:
         chunk = self._batch.prompt_chunk(request, budget)
@@ -289,14 +296,19 @@ class Scheduler:
         chunks.append(chunk)
         return chunk.num_tokens
 
-    def _adjust(self) -> list[ExpertCopy]:
-        """Move residency by this pass's balance; returns the copies of experts taken back."""
+    def _adjust(self, short_of_head: int | None) -> list[ExpertCopy]:
+        """Move residency by this pass's balance; returns the copies of experts taken back.
+
+        `short_of_head` is the shortfall of the head of the queue, if it is known already.
+        """
         allocator, cache, metrics = self._allocator, self._cache, self._metrics
         free, returning = allocator.free_expert_pages, allocator.returning_expert_pages
         shrinkable = cache.shrinkable_experts
         short = None
         if self.waiting and self._batch.slot_is_coming:
-            short = allocator.shortfall(self._demands_with(self.waiting[0]))
+            short = short_of_head
+            if short is None:
+                short = allocator.shortfall(self._demands_with(self.waiting[0]))
             if self.running and short > returning + shrinkable * cache.matrices:
                 short = None  # all experts would not do: it waits for completions
         if short is None:
@@ -354,9 +366,6 @@ class Scheduler:
         demands = self._batch.growth(self.running, ahead)
         tokens = min(head.num_tokens + ahead, head.length_limit(self.config.max_model_len) - 1)
         return [*demands, (head.handle, self._batch.demand(tokens))]
-
-    def _has_headroom(self, head: Request) -> bool:
-        return not self.running or self._allocator.shortfall(self._demands_with(head)) <= 0
 
     def _reclaimable(self, demands: Sequence[Demand]) -> bool:
         """Whether free, returning and shrinkable pages together cover the demands."""
