@@ -24,6 +24,8 @@ class EngineConfig:
     """Tokens of one step, at most; longer prompts are computed in chunks."""
     block_size: int | None = None
     """Tokens of one KV page. None: 16, or less where 16 would waste pool."""
+    mamba_ssm_cache_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Stored recurrent states of linear attention and state-space layers; computed in float32 in any case."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     memory_policy: MemoryPolicy = "elastic"
     """"static": all experts resident. "fixed": each layer at its floor. "elastic": residency moves with the load."""
@@ -54,6 +56,7 @@ class EngineConfig:
             )
         for name, wanted in (
             ("dtype", ("float32", "bfloat16")),
+            ("mamba_ssm_cache_dtype", ("float32", "bfloat16")),
             ("scheduling_policy", ("fcfs", "priority")),
             ("expert_cache_policy", ("hotset", "lru")),
         ):

@@ -26,10 +26,11 @@ from rimuru_jax.host.pool_plan import PoolPlan, choose_layout, plan_pool
 from rimuru_jax.host.request import Request
 from rimuru_jax.host.scheduler import ScheduledChunk, Scheduler, SchedulerConfig, StepPlan
 from rimuru_jax.models.checkpoint import load_checkpoint
-from rimuru_jax.models.config import ModelConfig
+from rimuru_jax.models.config import ElementBytes, ModelConfig
+from rimuru_jax.models.context import ModelSpec
 from rimuru_jax.models.default_model import DEFAULT_POOL_BYTES, cache_dir, default_model_path
 from rimuru_jax.models.registry import parse_config, read_config
-from rimuru_jax.models.stack import ModelSpec, stack_params
+from rimuru_jax.models.stack import stack_params
 from rimuru_jax.outputs import FinishReason, Logprob, RequestOutput
 from rimuru_jax.request_state import Completion, Prompt, RequestState, token_logprobs
 from rimuru_jax.sampling import SampledTokens, build_sampling_inputs, sample
@@ -89,7 +90,7 @@ class Engine:
 
     def _build(self, params: Mapping[str, Any], host_pages: np.ndarray, profile: HotsetProfile) -> None:
         config, plan, moe = self.config, self.plan, self.model_config.moe
-        spec = ModelSpec.create(self.model_config, plan.layout, config.dtype)
+        spec = ModelSpec.create(self.model_config, plan.layout, config.dtype, config.mamba_ssm_cache_dtype)
         self.metrics = Metrics()
         allocator = PageAllocator(plan.layout, plan.num_huge_pages)
         limits = {"max_num_seqs": config.max_num_seqs, "max_model_len": plan.max_model_len}
@@ -428,11 +429,11 @@ class Engine:
 
 def layout_for(model: ModelConfig, config: EngineConfig) -> PageLayout:
     """The page layout of a model under these arguments."""
-    size = 4 if config.dtype == "float32" else 2
-    return choose_layout(
-        lambda tokens: model.page_kinds(weight_bytes=size, kv_bytes=size, page_tokens=tokens),
-        config.block_size,
+    size, recurrent = (
+        4 if dtype == "float32" else 2 for dtype in (config.dtype, config.mamba_ssm_cache_dtype)
     )
+    elements = ElementBytes(weight=size, state=size, recurrent=recurrent)
+    return choose_layout(lambda tokens: model.page_kinds(elements, tokens), config.block_size)
 
 
 def plan_for(model: ModelConfig, config: EngineConfig, default_pool_bytes: int | None = None) -> PoolPlan:

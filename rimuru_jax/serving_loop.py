@@ -24,7 +24,8 @@ from rimuru_jax.array_types import Hidden, HostIntArray, HostPages, Logits, Page
 from rimuru_jax.host.expert_cache import HOST, ExpertCopy
 from rimuru_jax.host.page_layout import PageLayout
 from rimuru_jax.models import stack
-from rimuru_jax.models.stack import Batch, ExpertTables, ModelSpec, StackParams
+from rimuru_jax.models.context import Batch, ExpertTables, ModelSpec, PageTables
+from rimuru_jax.models.stack import StackParams
 from rimuru_jax.pallas.memory_view import WORD_BYTES
 from rimuru_jax.pallas.page_update import load_pages
 from rimuru_jax.sampling import TokenLogprobs, compute_logprobs
@@ -65,14 +66,14 @@ def step(
     params: StackParams,
     pool: Pool,
     host_pages: HostPages,
-    kv_tables: PageTable,
+    tables: PageTables,
     experts: ExpertTables,
     batch: Batch,
     *,
     decode: bool,
 ) -> tuple[Pool, StepOutputs]:
     """One forward pass over a batch. The pool is donated: use the one that comes back."""
-    out = stack.forward(spec, params, pool, host_pages, kv_tables, experts, batch, decode=decode)
+    out = stack.forward(spec, params, pool, host_pages, tables, experts, batch, decode=decode)
     logits = stack.logits(spec, params, out.hidden[batch.logit_tokens])
     return out.pool, StepOutputs(logits, out.hidden, out.router_counts)
 
@@ -250,7 +251,7 @@ class ServingLoop:
             self.params,
             self.pool,
             self.host_pages,
-            self.tables["kv"],
+            self.tables,
             self.experts,
             batch,
             decode=bucket.decode,

@@ -14,9 +14,10 @@ import pytest
 from jax import lax
 
 from rimuru_jax.host.pool_plan import choose_layout
-from rimuru_jax.models.config import ModelConfig
+from rimuru_jax.models.config import ElementBytes, ModelConfig
+from rimuru_jax.models.context import Batch, ExpertTables, ModelSpec
 from rimuru_jax.models.registry import parse_config, tensor_names
-from rimuru_jax.models.stack import Batch, ExpertTables, ModelSpec, stack_params
+from rimuru_jax.models.stack import stack_params
 from rimuru_jax.models.weights import resident_sources
 from rimuru_jax.serving_loop import Bucket, _load_pages, buckets, step
 from tests.models.tiny_checkpoints import CONFIGS
@@ -89,9 +90,8 @@ class Shapes:
 
     def compile(self, bucket: Bucket) -> tuple[jax.stages.Compiled, jax.ShapeDtypeStruct]:
         config, size, shape = self.config, jnp.dtype(self.dtype).itemsize, jax.ShapeDtypeStruct
-        layout = choose_layout(
-            lambda tokens: config.page_kinds(weight_bytes=size, kv_bytes=size, page_tokens=tokens)
-        )
+        elements = ElementBytes(weight=size, state=size)
+        layout = choose_layout(lambda tokens: config.page_kinds(elements, tokens))
         pool = shape((layout.num_huge_pages(POOL_BYTES), layout.huge_page_bytes // 2), jnp.uint16)
         layers, moe = len(config.moe_layers), config.moe
         loads = moe.num_experts * moe.matrices
@@ -102,8 +102,10 @@ class Shapes:
             (layers + 1,),
         )
         experts = ExpertTables(*(shape(size, jnp.int32) for size in sizes))  # type: ignore[arg-type]
-        kv = layout["kv"]
-        tables = shape((kv.tables, self.max_num_seqs, self.max_model_len // kv.kind.page_tokens), jnp.int32)
+        tables = {}
+        for placed in layout.sequence_kinds:
+            width = self.max_model_len // placed.kind.page_tokens if placed.kind.page_tokens else 1
+            tables[placed.kind.name] = shape((placed.tables, self.max_num_seqs, width), jnp.int32)
         host = shape(
             (layers * moe.num_experts * moe.matrices, layout["expert"].stride_bytes // 2), jnp.uint16
         )
@@ -124,11 +126,11 @@ class Shapes:
         return lowered.compile(compiler_options=QUICK), pool
 
     def params(self):
-        names = tensor_names(self.config.model_type)
+        names = tensor_names(self.config.model_type)[0]
         params: dict[Any, Any] = {"layers": [{} for _ in self.config.layers]}
         zero = np.zeros((), self.dtype)
         for (top, *rest), source in resident_sources(self.config, names).items():
-            leaf = np.broadcast_to(zero, source.shape)
+            leaf = np.broadcast_to(np.float32(0) if source.float32 else zero, source.shape)
             if rest:
                 params["layers"][rest[0]][rest[1]] = leaf
             else:

@@ -4,21 +4,17 @@ and wherever the experts are.
 
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rimuru_jax import Engine, RequestOutput, SamplingParams
+from rimuru_jax.models import stack
 from tests import oracle
 from tests.oracle import LOGIT_TOLERANCE, Case
 
 VOCAB = 160
-POOL_BYTES = {
-    "qwen3_moe": 3 << 20,
-    "qwen3_moe_tied": 3 << 20,
-    "qwen2_moe": 3 << 20,
-    "olmoe": 3 << 20,
-    "mixtral": 3 << 20,
-}
+POOL_BYTES = 3 << 20
 GREEDY = SamplingParams(
     temperature=0, max_tokens=24, ignore_eos=True, logprobs=VOCAB, prompt_logprobs=VOCAB, detokenize=False
 )
@@ -33,7 +29,7 @@ def case(name: str) -> Case:
 def engine(name: str, **config) -> Engine:
     settings = {
         "dtype": "float32",
-        "page_pool_bytes": POOL_BYTES[name],
+        "page_pool_bytes": POOL_BYTES,
         "max_model_len": 192,
         "max_num_seqs": 5,
     }
@@ -89,8 +85,10 @@ class TestOracle:
         check_tokens(outputs, name)
         check_logprobs(outputs, name)
 
-    @pytest.mark.parametrize("chunk", [7, 64, 65])
-    def test_chunked_prefill(self, name: str, chunk: int):
+    @pytest.mark.parametrize("chunk", ["short", 64, 65])
+    def test_chunked_prefill(self, name: str, chunk: int | str):
+        if chunk == "short":
+            chunk = 63 if name in oracle.HYBRIDS else 7
         outputs = run(engine(name, max_num_batched_tokens=chunk), name, GREEDY)
         check_tokens(outputs, name)
         check_logprobs(outputs, name)
@@ -111,7 +109,8 @@ class TestOracle:
 
     def test_every_residency(self, name: str):
         num_experts = engine(name).model_config.moe.num_experts
-        for away in range(num_experts + 1):
+        ends = (0, num_experts // 2, num_experts)
+        for away in range(num_experts + 1) if name in oracle.ATTENTION_ONLY else ends:
             for buffers in (0, 2, 32):
                 one = engine(
                     name, memory_policy="fixed", expert_offload_limit=away, loading_buffer_experts=buffers
@@ -132,15 +131,67 @@ class TestOracle:
         one.experts.shrink(one.experts.shrinkable_experts)
         one.allocator.begin_pass()
         # Someone else leaves room for all prompts, but not for all answers.
-        placed = one.plan.layout["kv"]
-        prompts = case(name).prompts
-        demands = [(i, {"kv": placed.units_for(len(prompt) + 2)}) for i, prompt in enumerate(prompts)]
+        prompts, kinds = case(name).prompts, one.plan.layout.sequence_kinds
+        demands = [
+            (i, {placed.kind.name: placed.units_for(len(prompt) + 2) for placed in kinds})
+            for i, prompt in enumerate(prompts)
+        ]
         too_much = -one.allocator.shortfall(demands)
         one.allocator.allocate(10**6, {"expert": too_much})
         outputs = one.generate([list(p) for p in prompts], TOKENS_ONLY, use_tqdm=False)
         check_tokens(outputs, name)
         assert one.metrics.counters["num_preemptions"] > 0
         assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
+
+
+def test_published_layout_of_qwen3_5():
+    check_logprobs(run(engine("qwen3_5_moe_mm"), "qwen3_5_moe", GREEDY), "qwen3_5_moe")
+
+
+@pytest.mark.parametrize("name", oracle.HYBRIDS)
+def test_states_after_the_prompt(name: str):
+    one = engine(name)
+    one.add_request("it", list(case(name).prompts[oracle.LONGEST]), TOKENS_ONLY)
+    one.step()
+    (request,) = one.scheduler.running
+    for kind, key in (("ssm", "recurrent_state"), ("conv", "conv_state")):
+        keepers = [
+            layer
+            for layer, spec in enumerate(one.model_config.layers)
+            if spec.mixer and kind in {state.kind for state in spec.mixer.states()}
+        ]
+        assert keepers == [
+            int(key_.split(".")[1]) for key_ in case(name).values if key_.startswith(f"{key}.")
+        ]
+        for index, layer in enumerate(keepers):
+            view, _ = one.loop.spec.state_view(kind)
+            run_length = one.plan.layout[kind].kind.run
+            first = one._page_tables.arrays[kind][index, request.slot, 0]
+            got = view.read(one.loop.pool, jnp.arange(first, first + run_length, dtype=jnp.int32))
+            wanted = case(name).values[f"{key}.{layer}"]
+            if kind == "conv":  # all inputs that the next token sees, newest last
+                wanted = wanted[:, -run_length:].T[:, None]
+            else:
+                wanted = wanted[None]
+            np.testing.assert_allclose(got, wanted, rtol=0, atol=LOGIT_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", oracle.CASES)
+def test_bfloat16_is_as_near_as_transformers(name: str):
+    """Weights are bfloat16 in the files; activations, keys and values are now too, recurrent states stay in float32.
+
+    `transformers` in bfloat16 is off by a median of 0.05 to 0.14 in these cases (measured with 5.24.0).
+    """
+    one = engine(name, dtype="bfloat16")
+    steps = []
+    run_step = one.loop.run
+    one.loop.run = lambda packed: steps.append(run_step(packed)) or steps[-1]
+    prompts = [list(prompt) for prompt in case(name).prompts]
+    one.generate(prompts, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+    (step,) = steps
+    got = stack.logits(one.loop.spec, one.loop.params, step.hidden[: sum(map(len, prompts))])
+    errors = np.abs(np.asarray(got) - np.concatenate(case(name).prompt_logits))
+    assert np.median(errors) <= 0.14
 
 
 def test_switching_policy_or_residency_compiles_nothing():

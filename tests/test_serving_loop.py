@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from rimuru_jax.host.expert_cache import HOST, ExpertCopy
 from rimuru_jax.host.pool_plan import choose_layout
 from rimuru_jax.models.checkpoint import load_checkpoint
-from rimuru_jax.models.stack import ModelSpec, stack_params
+from rimuru_jax.models.config import ElementBytes
+from rimuru_jax.models.context import ModelSpec
+from rimuru_jax.models.stack import stack_params
 from rimuru_jax.serving_loop import (
     Chunk,
     ServingLoop,
@@ -66,7 +68,7 @@ def model(tmp_path_factory):
 
 def make(folder) -> ServingLoop:
     loaded = load_checkpoint(folder, "float32")
-    layout = choose_layout(lambda t: loaded.config.page_kinds(weight_bytes=4, kv_bytes=4, page_tokens=t))
+    layout = choose_layout(lambda t: loaded.config.page_kinds(ElementBytes(weight=4, state=4), t))
     spec = ModelSpec.create(loaded.config, layout, "float32")
     loop = ServingLoop(
         spec,
@@ -95,7 +97,8 @@ def own_tables(loop: ServingLoop, slot: int, first: int):
 
 def kv_start(loop: ServingLoop) -> int:
     """First KV page behind scratch and room for 130 expert pages."""
-    words = loop.spec.kv_view.stride * loop.spec.layers_per_kv_page
+    view, layers_per_page = loop.spec.state_view("kv")
+    words = view.stride * layers_per_page
     return -(-131 * loop.pool.shape[1] // words)
 
 

@@ -1,6 +1,7 @@
 """`rimuru plan`: what a model's page pool holds, from its config.json alone."""
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -19,8 +20,9 @@ from rimuru_jax.cli.options import (
 )
 from rimuru_jax.host.page_layout import EXPERT, PageLayout, format_bytes
 from rimuru_jax.host.pool_plan import MemoryPolicy, PoolPlan, choose_layout, plan_pool
-from rimuru_jax.models.page_kinds import ElementBytes, PageModel, page_model
-from rimuru_jax.models.registry import read_config
+from rimuru_jax.models.config import ElementBytes, ModelConfig
+from rimuru_jax.models.registry import parse_config, read_config, tensor_names
+from rimuru_jax.models.weights import resident_sources
 
 SHARES = (0.25, 0.5, 1.0, 1.25)
 """Pool sizes that are shown when the user names none, in bytes of all experts."""
@@ -47,9 +49,9 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, sizes in bytes.")] = False,
 ) -> None:
     """Show what a model's page pool would hold. Reads config.json only, no weights."""
-    described = page_model(_read(model))
+    described = parse_config(_read(model))
     size = _BYTES[dtype]
-    elements = ElementBytes(weight=size, kv=size, ssm=_BYTES[mamba_ssm_cache_dtype], conv=size)
+    elements = ElementBytes(weight=size, state=size, recurrent=_BYTES[mamba_ssm_cache_dtype])
     layout = choose_layout(lambda tokens: described.page_kinds(elements, tokens), block_size)
     classes = byte_classes(described, layout, size)
     pools = [page_pool_bytes] if page_pool_bytes is not None else _pool_sizes(layout, classes["experts"])
@@ -60,9 +62,9 @@ def plan(
             arguments: dict[str, Any] = {
                 "pool_bytes": pool_bytes,
                 "memory_policy": policy,
-                "num_experts": described.num_experts,
-                "num_experts_per_tok": described.num_experts_per_tok,
-                "matrices": described.matrices,
+                "num_experts": described.moe.num_experts,
+                "num_experts_per_tok": described.moe.num_experts_per_tok,
+                "matrices": described.moe.matrices,
                 # "static" knows no limit: one that is given is about the other policies.
                 "expert_offload_limit": "auto"
                 if policy == "static" and not memory_policy
@@ -80,7 +82,6 @@ def plan(
     if as_json:
         content = {
             "model_type": described.model_type,
-            "served": described.served,
             "dtype": dtype,
             "bytes": classes,
             "layout": layout.to_json(),
@@ -111,10 +112,11 @@ def _pool_sizes(layout: PageLayout, expert_bytes: int) -> list[int]:
     return list(dict.fromkeys(max(least, -int(-share * expert_bytes // step)) * step for share in SHARES))
 
 
-def byte_classes(model: PageModel, layout: PageLayout, weight_bytes: int) -> dict[str, int]:
+def byte_classes(model: ModelConfig, layout: PageLayout, weight_bytes: int) -> dict[str, int]:
     """What each class takes, in bytes. Sequences are counted in strides, padding included."""
     expert = layout[EXPERT]
-    one = model.matrices * expert.stride_bytes
+    one = model.moe.matrices * expert.stride_bytes
+    resident = resident_sources(model, tensor_names(model.model_type)[0]).values()
     per_token = per_sequence = least = 0
     for placed in layout.sequence_kinds:
         unit = placed.kind.run * placed.stride_bytes
@@ -124,9 +126,11 @@ def byte_classes(model: PageModel, layout: PageLayout, weight_bytes: int) -> dic
         else:
             per_sequence += placed.tables * unit
     return {
-        "resident_weights": model.resident_parameters * weight_bytes,
+        "resident_weights": sum(
+            math.prod(source.shape) * (4 if source.float32 else weight_bytes) for source in resident
+        ),
         "expert": one,
-        "experts": one * model.num_experts * expert.kind.layers,
+        "experts": one * model.moe.num_experts * expert.kind.layers,
         "kv_per_token": per_token,
         "state_per_sequence": per_sequence,
         "shortest_sequence": least,
@@ -173,13 +177,13 @@ def _pages(layout: PageLayout, name: str, huge_pages: int) -> int:
     return huge_pages * layout.pages_per_huge(placed.parent) * placed.units_per_parent * placed.kind.run
 
 
-def _print(model: PageModel, layout: PageLayout, classes: dict[str, int], rows: list[dict[str, Any]]) -> None:
+def _print(
+    model: ModelConfig, layout: PageLayout, classes: dict[str, int], rows: list[dict[str, Any]]
+) -> None:
     layers = layout[EXPERT].kind.layers
     print(
-        f"{model.model_type}: {layers} layers of {model.num_experts} experts, {model.num_experts_per_tok} per token"
+        f"{model.model_type}: {layers} layers of {model.moe.num_experts} experts, {model.moe.num_experts_per_tok} per token"
     )
-    if not model.served:
-        print(f"Serving {model.model_type} is not supported yet; this is the plan of its page pool alone.")
     print("\nBytes")
     print(table([(name.replace("_", " "), format_bytes(count)) for name, count in classes.items()]))
     print("\nPage layout")
@@ -205,10 +209,10 @@ def _print(model: PageModel, layout: PageLayout, classes: dict[str, int], rows: 
                 format_bytes(row["pool_bytes"]),
                 format_bytes(row["device_bytes"]),
                 row["memory_policy"],
-                f"{row['expert_offload_limit']} of {model.num_experts}",
+                f"{row['expert_offload_limit']} of {model.moe.num_experts}",
                 format_bytes(row["floor_bytes"]),
                 format_bytes(row["loading_buffer_bytes"]),
-                f"{row['resident_experts_at_start'] / (layers * model.num_experts):.0%}",
+                f"{row['resident_experts_at_start'] / (layers * model.moe.num_experts):.0%}",
                 str(row["max_model_len"]),
                 *(at.get(length, "-") for length in lengths),
                 at[row["max_model_len"]],

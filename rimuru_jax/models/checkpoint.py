@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from rimuru_jax.models.config import ModelConfig
 from rimuru_jax.models.registry import parse_config, read_config, tensor_names
 from rimuru_jax.models.weights import (
+    PageSource,
     ParameterPath,
     TensorNames,
     TensorSource,
@@ -114,8 +115,8 @@ class Checkpoint:
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
     resident: Mapping[ParameterPath, TensorSource]
-    pages: tuple[TensorSource, ...]
-    """Experts' tensors in page order."""
+    pages: tuple[PageSource, ...]
+    """Of every expert matrix, in page order."""
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
@@ -128,11 +129,20 @@ class Checkpoint:
                 "supported yet; give the bfloat16 version of the model"
             )
         config = parse_config(raw)
-        names = tensor_names(config.model_type)
-        resident = resident_sources(config, names)
-        pages = tuple(expert_sources(config, names))
         tensors = _read_headers(folder)
-        _compare(folder, tensors, [*resident.values(), *pages], names)
+        layouts = []
+        for names in tensor_names(config.model_type):
+            resident, pages = resident_sources(config, names), expert_sources(config, names)
+            wanted = {
+                n: s for source in resident.values() for n, s in zip(source.names, source.shapes, strict=True)
+            }
+            wanted |= {page.name: page.stored for page in pages}
+            layouts.append((names, resident, tuple(pages), wanted))
+        # The layout that the files are in, or come nearest to.
+        names, resident, pages, wanted = min(
+            layouts, key=lambda layout: len(layout[3].keys() - tensors.keys())
+        )
+        _compare(folder, tensors, wanted, names)
         return cls(
             folder=folder, raw_config=raw, config=config, tensors=tensors, resident=resident, pages=pages
         )
@@ -148,61 +158,77 @@ class Checkpoint:
 
     def resident_bytes(self, dtype: Dtype) -> int:
         """Bytes of all weights but the routed experts."""
-        return sum(math.prod(source.shape) for source in self.resident.values()) * DTYPES[dtype].itemsize
+        return sum(
+            math.prod(source.shape) * parameter_dtype(source, dtype).itemsize
+            for source in self.resident.values()
+        )
 
     def read_params(self, dtype: Dtype, report: Callable[[int], None]) -> dict[str, Any]:
         """The tree of resident parameters. `report` is told of bytes as they arrive."""
         pieces: dict[str, np.ndarray] = {}
-        self._read(self.resident.values(), pieces.__setitem__, dtype, report)
+        wanted = {
+            name: parameter_dtype(source, dtype) for source in self.resident.values() for name in source.names
+        }
+
+        def read(file: Any, name: str) -> int:
+            pieces[name] = file.get_tensor(name).astype(wanted[name], copy=False)
+            return pieces[name].nbytes
+
+        self._read([(name, name) for name in wanted], read, report)
         leaves: dict[ParameterPath, np.ndarray] = {}
         for path, source in self.resident.items():
             parts = [pieces.pop(name) for name in source.names]
-            leaves[path] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            leaf = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            leaves[path] = leaf if source.convert is None else np.ascontiguousarray(source.convert(leaf))
         return parameter_tree(self.config, leaves)
 
     def read_pages(
         self, out: HostPages, first_page: int, dtype: Dtype, report: Callable[[int], None]
     ) -> None:
         """Fill `out` [n, words] with pages `first_page` to `first_page + n - 1`."""
-        sources = self.pages[first_page : first_page + len(out)]
-        row = {source.names[0]: i for i, source in enumerate(sources)}
 
-        def store(name: str, tensor: np.ndarray) -> None:
-            out[row[name]] = tensor.reshape(-1).view(np.uint16)
+        def read(file: Any, row: int) -> int:
+            page = self.pages[first_page + row]
+            tensor = (
+                file.get_tensor(page.name) if page.expert is None else file.get_slice(page.name)[page.expert]
+            )
+            matrix = (tensor.T if page.transposed else tensor)[page.rows]
+            # In one go from the file's memory to the page, converted on the way.
+            out[row].view(DTYPES[dtype]).reshape(matrix.shape)[...] = matrix
+            return out[row].nbytes
 
-        self._read(sources, store, dtype, report)
+        self._read([(self.pages[first_page + row].name, row) for row in range(len(out))], read, report)
 
-    def _read(
+    def _read[Item](
         self,
-        sources: Iterable[TensorSource],
-        store: Callable[[str, np.ndarray], None],
-        dtype: Dtype,
+        items: Iterable[tuple[str, Item]],
+        read: Callable[[Any, Item], int],
         report: Callable[[int], None],
     ) -> None:
-        """Hand every tensor of `sources` to `store`, which is called in several threads."""
-        names = [name for source in sources for name in source.names]
-        names.sort(key=lambda name: (self.tensors[name].file, self.tensors[name].position))
-        itemsize = DTYPES[dtype].itemsize
-
-        def num_bytes(name: str) -> int:
-            return math.prod(self.tensors[name].shape) * itemsize
-
-        parts: list[list[str]] = []
+        """Call `read(file, item)`, which returns the bytes it has made, for every (tensor, item), in several threads."""
+        ordered = sorted(
+            items, key=lambda entry: (self.tensors[entry[0]].file, self.tensors[entry[0]].position)
+        )
+        parts: list[list[tuple[str, Item]]] = []
         size = 0
-        for name in names:
-            if not parts or size >= _PART_BYTES or self.tensors[name].file != self.tensors[parts[-1][0]].file:
+        for name, item in ordered:
+            tensor = self.tensors[name]
+            if not parts or size >= _PART_BYTES or tensor.file != self.tensors[parts[-1][0][0]].file:
                 parts.append([])
                 size = 0
-            parts[-1].append(name)
-            size += num_bytes(name)
+            parts[-1].append((name, item))
+            size += math.prod(tensor.shape) * 4
 
-        def read(part: list[str]) -> int:
-            with _open(self.tensors[part[0]].file) as file:
-                for name in part:
-                    store(name, file.get_tensor(name).astype(DTYPES[dtype], copy=False))
-            return sum(map(num_bytes, part))
+        def read_part(part: list[tuple[str, Item]]) -> int:
+            with _open(self.tensors[part[0][0]].file) as file:
+                return sum(read(file, item) for _, item in part)
 
-        in_threads(read, parts, report)
+        in_threads(read_part, parts, report)
+
+
+def parameter_dtype(source: TensorSource, dtype: Dtype) -> np.dtype:
+    """What a resident parameter is kept in when the model is served in `dtype`."""
+    return DTYPES["float32" if source.float32 else dtype]
 
 
 def page_shape(config: ModelConfig, dtype: Dtype) -> tuple[int, int]:
@@ -312,10 +338,12 @@ def _open(path: Path) -> Any:
 
 
 def _compare(
-    folder: Path, tensors: Mapping[str, StoredTensor], wanted: Sequence[TensorSource], names: TensorNames
+    folder: Path,
+    tensors: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    names: TensorNames,
 ) -> None:
-    """Raise ValueError, in one sentence, unless the files hold the tensors that the configuration asks for."""
-    shapes = {n: s for source in wanted for n, s in zip(source.names, source.shapes, strict=True)}
+    """Raise ValueError, in one sentence, unless the files hold tensors of the `shapes` the configuration asks for."""
     present = {name: tensors[name] for name in shapes if name in tensors}
     missing = [name for name in shapes if name not in tensors]
     misshaped = [

@@ -1,28 +1,35 @@
 """Building blocks of the decoder stack: pure functions of parameters and packed tokens `[T, d]`."""
 
+import math
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
 
 from rimuru_jax.array_types import Hidden, Keys
-from rimuru_jax.models.config import Rotary
+from rimuru_jax.models.config import ModelConfig, Rotary
 
 # Rows of a weight in one product: with many more, products on a CPU are up to ten times slower.
 _CPU_CHUNK = 1024
 
 
 def linear(
-    x: Float[Array, "T n"], weight: Float[Array, "m n"], bias: Float[Array, " m"] | None = None
+    x: Float[Array, "T n"],
+    weight: Float[Array, "m n"],
+    bias: Float[Array, " m"] | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Array:
-    """`x @ weight^T + bias`, accumulated in float32, in the dtype of x."""
+    """`x @ weight^T + bias`, accumulated in float32, in `dtype` or the dtype of x."""
     if jax.default_backend() == "cpu":
         y = _cpu_product(x.astype(jnp.float32), weight)
     else:
         y = lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None, :]
-    return y.astype(x.dtype)
+    return y.astype(dtype or x.dtype)
 
 
 def _cpu_product(x: Float[Array, "T n"], weight: Float[Array, "m n"]) -> Float[Array, "T m"]:
@@ -50,17 +57,40 @@ def _cpu_product(x: Float[Array, "T n"], weight: Float[Array, "m n"]) -> Float[A
     return lax.fori_loop(jnp.int32(0), jnp.int32(-(-m // _CPU_CHUNK)), chunk, out)
 
 
-def rms_norm(x: Float[Array, "*batch n"], weight: Float[Array, " n"], eps: float) -> Float[Array, "*batch n"]:
-    """`x / sqrt(mean(x^2) + eps)` in float32, rounded to the dtype of x, times `weight`."""
+def rms_norm(
+    x: Float[Array, "*batch n"], weight: Float[Array, " n"], eps: float, style: str = "plain"
+) -> Float[Array, "*batch n"]:
+    """`x / sqrt(mean(x^2) + eps)` in float32, times a weight.
+
+    The styles are those of `ModelConfig.norm`: "plain" rounds to the dtype of x before it multiplies, "float32"
+    after, and "zero_centred" like that by 1 + weight.
+    """
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * jnp.broadcast_to(weight.astype(x.dtype), x.shape)
+    if style == "plain":
+        return normed.astype(x.dtype) * jnp.broadcast_to(weight.astype(x.dtype), x.shape)
+    factor = weight.astype(jnp.float32) + (1.0 if style == "zero_centred" else 0.0)
+    return (normed * jnp.broadcast_to(factor, x.shape)).astype(x.dtype)
 
 
-def swiglu(x: Hidden, gate_up: Float[Array, "gate_up d"], down: Float[Array, "d f"]) -> Hidden:
-    """`down @ (silu(gate @ x) * (up @ x))`; gate and up are the halves of `gate_up`."""
-    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
-    return linear(jax.nn.silu(gate) * up, down)
+def norm(
+    x: Float[Array, "*batch n"], weight: Float[Array, " n"], config: ModelConfig
+) -> Float[Array, "*batch n"]:
+    """The model's RMS norm."""
+    return rms_norm(x, weight, config.rms_norm_eps, config.norm)
+
+
+def mlp(x: Hidden, params: Mapping[str, Array], stem: str) -> Hidden:
+    """A feed-forward by the parameters there are: `{stem}_gate_up` makes it SwiGLU, `{stem}_up` squared ReLU.
+
+    `down @ (silu(gate @ x) * (up @ x))` with gate and up the halves of `gate_up`, or `down @ relu(up @ x)^2`.
+    """
+    if f"{stem}_gate_up" in params:
+        gate, up = jnp.split(linear(x, params[f"{stem}_gate_up"]), 2, axis=-1)
+        inner = jax.nn.silu(gate) * up
+    else:
+        inner = jnp.square(jax.nn.relu(linear(x, params[f"{stem}_up"])))
+    return linear(inner, params[f"{stem}_down"])
 
 
 def rotate(x: Keys, positions: Int32[Array, " T"], rotary: Rotary) -> Keys:
@@ -71,10 +101,39 @@ def rotate(x: Keys, positions: Int32[Array, " T"], rotary: Rotary) -> Keys:
     """
     rotated = int(x.shape[-1] * rotary.fraction)
     half = rotated // 2
-    frequencies = rotary.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequencies, factor = rotary_frequencies(rotary, rotated)
     angles = positions[:, None, None].astype(jnp.float32) * frequencies[None, None, :]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
     wide = x.astype(jnp.float32)
     first, second, rest = wide[..., :half], wide[..., half:rotated], wide[..., rotated:]
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
     return turned.astype(x.dtype)
+
+
+def rotary_frequencies(rotary: Rotary, rotated: int) -> tuple[Float32[Array, " half"], float]:
+    """Angle per position of each of `rotated / 2` pairs, and the factor of cosines and sines.
+
+    With YaRN (arXiv 2309.00071) fast pairs keep their angle, slow ones turn `factor` times slower, and between the two
+    bounds (in turns over the original context) lies a linear ramp.
+    """
+    half = rotated // 2
+    plain = rotary.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    yarn = rotary.yarn
+    if yarn is None:
+        return plain, 1.0
+
+    def pair_of(turns: float) -> float:
+        """The pair (a fraction) that makes so many turns over the original context."""
+        length = yarn.original_max_position_embeddings / (turns * 2 * math.pi)
+        return half * math.log(length) / math.log(rotary.theta)
+
+    low, high = pair_of(yarn.beta_fast), pair_of(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
+    ramp = (jnp.arange(half, dtype=jnp.float32) - low) / max(high - low, 1e-3)
+    slow = jnp.clip(ramp, 0.0, 1.0)
+    factor = yarn.attention_factor
+    if factor is None:
+        factor = 0.1 * math.log(yarn.factor) + 1.0 if yarn.factor > 1 else 1.0
+    return plain * (1.0 - slow) + plain / yarn.factor * slow, factor

@@ -3,7 +3,13 @@
 from rimuru_jax.models.config import ConfigReader, LayerSpec, ModelConfig, Moe
 from rimuru_jax.models.weights import TensorNames
 
-NAMES = TensorNames(ffn="block_sparse_moe.", matrices=("w1", "w3", "w2"))
+NAMES = (
+    TensorNames(
+        router="block_sparse_moe.gate.weight",
+        expert="block_sparse_moe.experts.{expert}.{matrix}.weight",
+        matrices=("w1", "w3", "w2"),
+    ),
+)
 
 
 def parse(reader: ConfigReader) -> ModelConfig:

@@ -3,7 +3,7 @@
 from rimuru_jax.models.config import ConfigReader, LayerSpec, ModelConfig, Moe
 from rimuru_jax.models.weights import TensorNames
 
-NAMES = TensorNames()
+NAMES = (TensorNames(),)
 
 
 def parse(reader: ConfigReader) -> ModelConfig:

@@ -33,6 +33,7 @@ from rimuru_jax.models.checkpoint import (
     byte_progress,
     in_threads,
     page_shape,
+    parameter_dtype,
     parameter_tree,
 )
 from rimuru_jax.models.config import ModelConfig
@@ -349,8 +350,10 @@ def _save_params(target: Path, params: dict[str, Any]) -> None:
 def _restore_params(folder: Path, config: ModelConfig, dtype: Dtype) -> dict[str, Any]:
     import orbax.checkpoint as ocp
 
-    sources = resident_sources(config, tensor_names(config.model_type))
-    wanted = parameter_tree(config, {path: np.empty(s.shape, DTYPES[dtype]) for path, s in sources.items()})
+    sources = resident_sources(config, tensor_names(config.model_type)[0])
+    wanted = parameter_tree(
+        config, {path: np.empty(s.shape, parameter_dtype(s, dtype)) for path, s in sources.items()}
+    )
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             return checkpointer.restore(folder.resolve() / _RESIDENT, wanted)

@@ -3,7 +3,7 @@
 from rimuru_jax.models.config import ConfigReader, Dense, LayerSpec, ModelConfig, Moe, sparse_layers
 from rimuru_jax.models.weights import TensorNames
 
-NAMES = TensorNames()
+NAMES = (TensorNames(),)
 
 
 def parse(reader: ConfigReader) -> ModelConfig:

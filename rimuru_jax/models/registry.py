@@ -6,16 +6,35 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rimuru_jax.models import mixtral, olmoe, qwen2_moe, qwen3_moe
+from rimuru_jax.models import (
+    gpt_oss,
+    granitemoehybrid,
+    lfm2_moe,
+    mixtral,
+    nemotron_h,
+    olmoe,
+    qwen2_moe,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
 from rimuru_jax.models.config import ConfigReader, ModelConfig
 from rimuru_jax.models.weights import TensorNames
 
 ARCHITECTURES: Mapping[str, ModuleType] = {
+    "gpt_oss": gpt_oss,
+    "granitemoehybrid": granitemoehybrid,
+    "lfm2_moe": lfm2_moe,
     "mixtral": mixtral,
+    "nemotron_h": nemotron_h,
     "olmoe": olmoe,
     "qwen2_moe": qwen2_moe,
+    "qwen3_5_moe": qwen3_5_moe,
+    "qwen3_5_moe_text": qwen3_5_moe,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
 }
+"""A module has `parse`, from a `ConfigReader` to a `ModelConfig`, and `NAMES`, the layouts its checkpoints come in."""
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -25,7 +44,9 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         raise ValueError(
             f"model_type {model_type!r} in config.json is not supported; supported are {', '.join(sorted(ARCHITECTURES))}"
         )
-    config = ARCHITECTURES[model_type].parse(ConfigReader(raw))
+    # Models that also see images keep the language model's fields in a part of their own.
+    text = {name: value for name, value in (raw.get("text_config") or {}).items() if value is not None}
+    config = ARCHITECTURES[model_type].parse(ConfigReader({**raw, **text}))
     moe = config.moe
     if moe.num_experts_per_tok > moe.num_experts:
         raise ValueError(
@@ -34,7 +55,8 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def tensor_names(model_type: str) -> TensorNames:
+def tensor_names(model_type: str) -> tuple[TensorNames, ...]:
+    """The layouts in which checkpoints of an architecture come, the usual one first."""
     return ARCHITECTURES[model_type].NAMES
 
 

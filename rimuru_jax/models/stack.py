@@ -4,28 +4,32 @@ Repeating runs of layers become one `lax.scan` each, so that compile time follow
 pool is carried through all of them and written in place.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from rimuru_jax.array_types import ExpertTable, Hidden, HostPages, PageTable, Pool, RouterCounts, TokenIds
-from rimuru_jax.host.page_layout import PageLayout
-from rimuru_jax.models.config import Attention, Dense, LayerSpec, ModelConfig, Moe
-from rimuru_jax.models.layers import linear, rms_norm, rotate, swiglu
-from rimuru_jax.pallas.memory_view import WORD_BYTES, MemoryView
-from rimuru_jax.pallas.moe_routing import group_tokens, route
-from rimuru_jax.pallas.page_update import load_pages, write_kv
-from rimuru_jax.pallas.paged_attention import paged_attention
-from rimuru_jax.pallas.paged_moe import paged_moe
-from rimuru_jax.pallas.paged_moe.api import token_tile
+from rimuru_jax.array_types import Hidden, HostPages, Pool, RouterCounts
+from rimuru_jax.host.page_layout import EXPERT
+from rimuru_jax.models.attention import attention
+from rimuru_jax.models.config import (
+    Attention,
+    Dense,
+    GatedDeltaNet,
+    LayerSpec,
+    Mamba2,
+    ModelConfig,
+    ShortConv,
+)
+from rimuru_jax.models.context import Batch, ExpertTables, ModelSpec, PageTables, StepContext
+from rimuru_jax.models.layers import linear, mlp, norm
+from rimuru_jax.models.moe import load_experts, moe
+from rimuru_jax.models.recurrent import gated_delta_net, mamba2, short_conv
 
-type LayerParams = Mapping[str, Array]
 type StackParams = Mapping[str, Any]
 """{"embedding", "final_norm", "head"?, "segments": one tuple per segment of one stacked `LayerParams` per layer}."""
 
@@ -75,73 +79,6 @@ def stack_params(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, An
     return {**{k: v for k, v in params.items() if k != "layers"}, "segments": tuple(stacked)}
 
 
-@struct.dataclass
-class ModelSpec:
-    """Everything static about a model in a pool; hashable, so it can be a static argument of `jax.jit`."""
-
-    config: ModelConfig = struct.field(pytree_node=False)
-    expert_view: MemoryView = struct.field(pytree_node=False)
-    kv_view: MemoryView = struct.field(pytree_node=False)
-    """One layer's KV page `[2, N, page_tokens, h]`."""
-    layers_per_kv_page: int = struct.field(pytree_node=False)
-    dtype: Any = struct.field(pytree_node=False)
-    """Activations and stored weights."""
-
-    @classmethod
-    def create(cls, config: ModelConfig, layout: PageLayout, dtype: Any) -> "ModelSpec":
-        dtype = jnp.dtype(dtype)
-        moe, attention = config.moe, config.attention
-        expert, kv = layout["expert"], layout["kv"]
-        return cls(
-            config=config,
-            expert_view=MemoryView(
-                kind="expert",
-                page_shape=(moe.intermediate_size, config.hidden_size),
-                dtype=dtype,
-                stride=expert.stride_bytes // WORD_BYTES,
-            ),
-            kv_view=MemoryView(
-                kind="kv",
-                page_shape=(2, attention.num_kv_heads, kv.kind.page_tokens, attention.head_dim),
-                dtype=dtype,
-                stride=kv.stride_bytes // kv.layers_per_page // WORD_BYTES,
-            ),
-            layers_per_kv_page=kv.layers_per_page,
-            dtype=dtype,
-        )
-
-
-@struct.dataclass
-class Batch:
-    """The tokens of one step: chunks of S sequences, packed. All int32, padded to a bucket."""
-
-    token_ids: TokenIds
-    positions: Int32[Array, " T"]
-    """Position of each token in its sequence."""
-    rows: Int32[Array, " T"]
-    """Batch row of each token; S - 1 for padding."""
-    slots: Int32[Array, " S"]
-    """Row of each sequence in the page tables."""
-    query_start: Int32[Array, " S+1"]
-    """Row s owns tokens query_start[s] to query_start[s + 1]; the last entry counts the real tokens."""
-    context_len: Int32[Array, " S"]
-    """Tokens of a row once this step is done; 0 for padding rows."""
-    logit_tokens: Int32[Array, " S"]
-    """Token of each row whose logits are wanted: its last."""
-
-
-@struct.dataclass
-class ExpertTables:
-    """Where the step finds expert weights, and which it copies into loading buffers on the way."""
-
-    pages: ExpertTable
-    """Pool page of each matrix, HOST (-1) if it is only in host memory. Loading buffers are overlaid."""
-    load_sources: Int32[Array, "L+1 loads"]
-    """Host pages to copy before layer l computes; the copies of layer l + 1 run beside layer l. Row L is empty."""
-    load_targets: Int32[Array, "L+1 loads"]
-    load_counts: Int32[Array, " L+1"]
-
-
 class StackOutput(NamedTuple):
     pool: Pool
     hidden: Hidden
@@ -152,16 +89,17 @@ class StackOutput(NamedTuple):
     router_weights: Float[Array, "L T K"]
 
 
-class _Environment(NamedTuple):
-    """What every layer of a step sees."""
+MIXERS: dict[type, Callable[..., tuple[Hidden, Pool]]] = {
+    Attention: attention,
+    GatedDeltaNet: gated_delta_net,
+    Mamba2: mamba2,
+    ShortConv: short_conv,
+}
+"""How each kind of mixer runs: (step, mixer, params, x, pool, index) -> (what it adds, pool).
 
-    spec: ModelSpec
-    batch: Batch
-    valid: Array
-    kv_tables: PageTable
-    experts: ExpertTables
-    host_pages: HostPages
-    decode: bool
+`index` gives, for each kind of state the mixer keeps, the number of the layer among those that keep it. Add an entry to
+serve a mixer of your own.
+"""
 
 
 def forward(
@@ -169,146 +107,64 @@ def forward(
     params: StackParams,
     pool: Pool,
     host_pages: HostPages,
-    kv_tables: PageTable,
+    tables: PageTables,
     experts: ExpertTables,
     batch: Batch,
     *,
     decode: bool,
 ) -> StackOutput:
-    """Run the packed tokens of `batch` through the stack, writing their keys and values into the pool.
+    """Run the packed tokens of `batch` through the stack, writing what they leave behind into the pool.
 
     `decode` promises at most one token per row. Call it under `jax.jit` with the pool donated.
     """
     config = spec.config
-    valid = jnp.arange(batch.token_ids.shape[0]) < batch.query_start[-1]
-    env = _Environment(spec, batch, valid, kv_tables, experts, host_pages, decode)
-    hidden = params["embedding"][batch.token_ids]
-    pool = _load_experts(env, pool, jnp.int32(0))
+    step = StepContext(spec, batch, tables, experts, host_pages, decode)
+    hidden = params["embedding"][batch.token_ids] * config.embedding_scale
+    pool = load_experts(step, pool, jnp.int32(0))
+
+    def add(hidden: Hidden, part: Hidden) -> Hidden:
+        return hidden + part * config.residual_scale if config.residual_scale != 1.0 else hidden + part
 
     routed = []
-    attention_index = moe_index = 0
+    counters = {kind: jnp.int32(0) for kind in (*tables, EXPERT)}
     for (pattern, repeats), stacked in zip(segments(config.layers), params["segments"], strict=True):
-        num_attention = sum(isinstance(layer.mixer, Attention) for layer in pattern)
-        num_moe = sum(isinstance(layer.ffn, Moe) for layer in pattern)
 
-        def run(carry, xs, pattern=pattern, num_attention=num_attention, num_moe=num_moe):
-            hidden, pool, attention_index, moe_index = carry
+        def run(carry, xs, pattern=pattern):
+            hidden, pool, counters = carry
             decisions = []
             for layer, layer_params in zip(pattern, xs, strict=True):
-                normed = rms_norm(hidden, layer_params["input_norm"], config.rms_norm_eps)
-                mixed, pool = _attention(env, layer.mixer, layer_params, normed, pool, attention_index)
-                hidden = hidden + mixed
-                attention_index += 1
-                normed = rms_norm(hidden, layer_params["ffn_norm"], config.rms_norm_eps)
-                if isinstance(layer.ffn, Dense):
-                    hidden = hidden + swiglu(
-                        normed, layer_params["dense_gate_up"], layer_params["dense_down"]
+                if layer.mixer is not None:
+                    normed = norm(hidden, layer_params["input_norm"], config)
+                    mixed, pool = MIXERS[type(layer.mixer)](
+                        step, layer.mixer, layer_params, normed, pool, counters
                     )
+                    hidden = add(hidden, mixed)
+                    counters = counters | {
+                        state.kind: counters[state.kind] + 1 for state in layer.mixer.states()
+                    }
+                if layer.ffn is None:
+                    continue
+                normed = norm(hidden, layer_params["ffn_norm"], config)
+                if isinstance(layer.ffn, Dense):
+                    hidden = add(hidden, mlp(normed, layer_params, "dense"))
                 else:
-                    mixed, pool, decision = _moe(env, layer.ffn, layer_params, normed, pool, moe_index)
-                    hidden = hidden + mixed
-                    moe_index += 1
+                    mixed, pool, decision = moe(step, layer.ffn, layer_params, normed, pool, counters[EXPERT])
+                    hidden = add(hidden, mixed)
+                    counters = counters | {EXPERT: counters[EXPERT] + 1}
                     decisions.append(decision)
             stacked_decisions = jax.tree.map(lambda *x: jnp.stack(x), *decisions) if decisions else None
-            return (hidden, pool, attention_index, moe_index), stacked_decisions
+            return (hidden, pool, counters), stacked_decisions
 
-        carry = (hidden, pool, jnp.int32(attention_index), jnp.int32(moe_index))
-        (hidden, pool, _, _), decisions = lax.scan(run, carry, stacked, length=repeats)
-        if num_moe:
+        (hidden, pool, counters), decisions = lax.scan(run, (hidden, pool, counters), stacked, length=repeats)
+        if decisions is not None:
             routed.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), decisions))
-        attention_index += num_attention * repeats
-        moe_index += num_moe * repeats
 
     counts, chosen, weights = (jnp.concatenate(parts) for parts in zip(*routed, strict=True))
-    hidden = rms_norm(hidden, params["final_norm"], config.rms_norm_eps)
+    hidden = norm(hidden, params["final_norm"], config)
     return StackOutput(pool, hidden, counts, chosen, weights)
 
 
 def logits(spec: ModelSpec, params: StackParams, hidden: Float[Array, "n d"]) -> Float[Array, "n V"]:
     """Unnormalised scores of the next token, float32."""
     head = params["embedding"] if spec.config.tie_word_embeddings else params["head"]
-    return linear(hidden, head).astype(jnp.float32)
-
-
-@jax.named_scope("attention")
-def _attention(
-    env: _Environment, layer: Attention, params: LayerParams, x: Hidden, pool: Pool, index: Array
-) -> tuple[Hidden, Pool]:
-    spec, batch = env.spec, env.batch
-    tokens = x.shape[0]
-    q_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    qkv = linear(x, params["qkv"], params.get("qkv_bias"))
-    if layer.clip_qkv is not None:
-        qkv = jnp.clip(qkv, -layer.clip_qkv, layer.clip_qkv)
-    q, k, v = jnp.split(qkv, [q_size, q_size + kv_size], axis=-1)
-    if layer.qk_norm == "full":
-        q = rms_norm(q, params["q_norm"], spec.config.rms_norm_eps)
-        k = rms_norm(k, params["k_norm"], spec.config.rms_norm_eps)
-    q = q.reshape(tokens, layer.num_heads, layer.head_dim)
-    k, v = (y.reshape(tokens, layer.num_kv_heads, layer.head_dim) for y in (k, v))
-    if layer.qk_norm == "head":
-        q = rms_norm(q, params["q_norm"], spec.config.rms_norm_eps)
-        k = rms_norm(k, params["k_norm"], spec.config.rms_norm_eps)
-    if layer.rotary is not None:
-        q, k = rotate(q, batch.positions, layer.rotary), rotate(k, batch.positions, layer.rotary)
-
-    # A table entry names a run of `layers_per_kv_page` one-layer pages.
-    per_page = spec.layers_per_kv_page
-    page_table = env.kv_tables[index // per_page][batch.slots] * per_page + index % per_page
-    page_tokens = spec.kv_view.page_shape[2]
-    pages = jnp.where(env.valid, page_table[batch.rows, batch.positions // page_tokens], 0)
-    pool = write_kv(pool, spec.kv_view, k, v, pages, batch.positions % page_tokens)
-    mixed = paged_attention(
-        q,
-        pool,
-        spec.kv_view,
-        page_table,
-        batch.query_start,
-        batch.context_len,
-        scale=layer.scale,
-        max_query_len=1 if env.decode else tokens,
-        sliding_window=layer.sliding_window,
-        sinks=params.get("sinks"),
-    )
-    return linear(
-        mixed.reshape(tokens, q_size), params["attention_output"], params.get("attention_output_bias")
-    ), pool
-
-
-@jax.named_scope("moe")
-def _moe(
-    env: _Environment, layer: Moe, params: LayerParams, x: Hidden, pool: Pool, index: Array
-) -> tuple[Hidden, Pool, tuple[Array, Array, Array]]:
-    chosen, weights = route(linear(x, params["router"]), layer.num_experts_per_tok, normalize=layer.normalize)
-    pairs = x.shape[0] * layer.num_experts_per_tok
-    routing = group_tokens(chosen, env.valid, layer.num_experts, tile=token_tile(pairs, layer.num_experts))
-    # The smaller of the number of tiles and 0 is 0, which XLA does not know: the loads wait for the router, thus for
-    # the attention that reads the pool. With no such order XLA copies the whole pool for the reader.
-    pool = _load_experts(env, pool, index + 1 + jnp.minimum(routing.num_tiles, 0))
-    mixed = paged_moe(
-        x,
-        weights,
-        routing,
-        pool,
-        env.spec.expert_view,
-        env.host_pages,
-        env.experts.pages[index],
-        index * (layer.num_experts * layer.matrices),
-    )
-    if layer.shared_intermediate_size:
-        shared = swiglu(x, params["shared_gate_up"], params["shared_down"])
-        gate = jax.nn.sigmoid(linear(x, params["shared_expert_gate"]).astype(jnp.float32))
-        mixed = mixed + (shared.astype(jnp.float32) * gate).astype(x.dtype)
-    return mixed, pool, (routing.counts, chosen, weights)
-
-
-def _load_experts(env: _Environment, pool: Pool, layer: Array) -> Pool:
-    """Fill the loading buffers of one MoE layer."""
-    tables = env.experts
-    return load_pages(
-        pool,
-        env.host_pages,
-        tables.load_sources[layer],
-        tables.load_targets[layer],
-        tables.load_counts[layer],
-    )
+    return linear(hidden, head).astype(jnp.float32) * spec.config.logits_scale

@@ -59,7 +59,7 @@ def num_experts(model_type: str) -> int:
     return config.get("num_experts") or config["num_local_experts"]
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("model_type", PUBLISHED_LAYER)
 def test_tensor_names_are_the_published_ones(tmp_path: Path, model_type: str) -> None:
     names = write_checkpoint(tmp_path, model_type)
     layer = {
@@ -80,7 +80,7 @@ def test_dense_layer_of_qwen2_moe_has_published_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("model_type", MATRICES)
 def test_bfloat16_is_loaded_bit_by_bit(tmp_path: Path, model_type: str, shards: int) -> None:
     tensors = write_checkpoint(tmp_path, model_type, shards=shards)
     model = load_checkpoint(tmp_path, "bfloat16")
@@ -98,6 +98,103 @@ def test_bfloat16_is_loaded_bit_by_bit(tmp_path: Path, model_type: str, shards: 
     stacked = np.concatenate([tensors[f"{attention}{p}_proj.weight"] for p in "qkv"])
     assert len(model.params["layers"]) == 3
     np.testing.assert_array_equal(model.params["layers"][2]["qkv"], stacked, strict=True)
+
+
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "qwen3_5_moe"])
+def test_fused_experts_become_pages(tmp_path: Path, model_type: str) -> None:
+    """`[E, 2 f, d]`, gate first, and `[E, d, f]`."""
+    tensors = write_checkpoint(tmp_path, model_type)
+    prefix, gate_up, down = {
+        "granitemoehybrid": ("model.layers.", "block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+        "qwen3_5_moe": ("model.language_model.layers.", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    }[model_type]  # fmt: skip
+    pages = load_checkpoint(tmp_path, "bfloat16").host_pages.view(BFLOAT16)
+    want = []
+    for layer in range(CONFIGS[model_type]["num_hidden_layers"]):
+        first, second = tensors[f"{prefix}{layer}.{gate_up}"], tensors[f"{prefix}{layer}.{down}"]
+        for expert in range(num_experts(model_type)):
+            want += [first[expert, :16], first[expert, 16:], second[expert]]
+    np.testing.assert_array_equal(pages, np.stack([matrix.reshape(-1) for matrix in want]))
+
+
+def test_experts_of_gpt_oss_are_transposed_and_taken_apart(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path, "gpt_oss")
+    model = load_checkpoint(tmp_path, "bfloat16")
+    pages = model.host_pages.view(BFLOAT16).reshape(3, 4, 3, -1)
+    for layer, expert in ((0, 0), (2, 3)):
+        both = tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj"][expert]  # [d, 2 f]
+        down = tensors[f"model.layers.{layer}.mlp.experts.down_proj"][expert]  # [f, d]
+        gate, up, last = pages[layer, expert]
+        for row in range(16):
+            assert (gate.reshape(16, 32)[row] == both[:, 2 * row]).all()
+            assert (up.reshape(16, 32)[row] == both[:, 2 * row + 1]).all()
+            assert (last.reshape(32, 16)[:, row] == down[row]).all()
+        bias = tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj_bias"][expert]
+        loaded = model.params["layers"][layer]["expert_gate_up_bias"][expert]
+        assert (loaded[0] == bias[::2]).all() and (loaded[1] == bias[1::2]).all()
+
+
+def test_experts_of_nemotron_have_two_matrices(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path, "nemotron_h")
+    pages = load_checkpoint(tmp_path, "bfloat16").host_pages.view(BFLOAT16).reshape(2, 6, 2, -1)
+    for index, layer in enumerate((1, 3)):  # ME*EM-
+        for matrix, name in enumerate(("up_proj", "down_proj")):
+            tensor = tensors[f"backbone.layers.{layer}.mixer.experts.5.{name}.weight"]
+            assert (pages[index, 5, matrix] == tensor.reshape(-1)).all()
+
+
+def test_projections_of_qwen3_next_are_sorted(tmp_path: Path) -> None:
+    """Grouped by key head in the file (2 heads of 8, each for 2 value heads of 12), by kind in the parameter."""
+    tensors = write_checkpoint(tmp_path, "qwen3_next")
+    loaded = load_checkpoint(tmp_path, "bfloat16").params["layers"][0]["delta_in"]
+    qkvz = tensors["model.layers.0.linear_attn.in_proj_qkvz.weight"].reshape(2, 8 + 8 + 24 + 24, 32)
+    ba = tensors["model.layers.0.linear_attn.in_proj_ba.weight"].reshape(2, 2 + 2, 32)
+    parts = [qkvz[:, :8], qkvz[:, 8:16], qkvz[:, 16:40], qkvz[:, 40:], ba[:, :2], ba[:, 2:]]
+    want = np.concatenate([part.reshape(-1, 32) for part in parts])
+    np.testing.assert_array_equal(loaded, want, strict=True)
+
+
+def test_parameters_of_recurrences_stay_in_float32(tmp_path: Path) -> None:
+    for model_type in ("qwen3_next", "granitemoehybrid"):
+        write_checkpoint(tmp_path / model_type, model_type)
+        layer = load_checkpoint(tmp_path / model_type, "bfloat16").params["layers"][0]
+        wide = {name for name, leaf in layer.items() if leaf.dtype == np.float32}
+        assert wide == {"A_log", "dt_bias"} | ({"D"} if model_type == "granitemoehybrid" else set())
+
+
+def test_qwen3_5_is_read_in_every_layout(tmp_path: Path) -> None:
+    """As published, and as a language model saved by itself; with other towers beside it."""
+    tensors = write_checkpoint(tmp_path / "published", "qwen3_5_moe")
+    single: dict[str, np.ndarray] = {}
+    for name, tensor in tensors.items():
+        name = name.replace("model.language_model.", "model.")
+        if name.endswith("gate_up_proj"):
+            for expert in range(6):
+                stem = name.replace("experts.gate_up_proj", f"experts.{expert}.")
+                single[f"{stem}gate_proj.weight"], single[f"{stem}up_proj.weight"] = np.split(
+                    tensor[expert], 2
+                )
+        elif name.endswith("experts.down_proj"):
+            for expert in range(6):
+                single[name.replace("experts.", f"experts.{expert}.") + ".weight"] = tensor[expert]
+        else:
+            single[name] = tensor
+    write_checkpoint(tmp_path / "single", "qwen3_5_moe_text")
+    write_weights(
+        tmp_path / "single", {name: np.ascontiguousarray(tensor) for name, tensor in single.items()}
+    )
+    raw = json.loads((tmp_path / "published" / "config.json").read_text())
+    (tmp_path / "published" / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_5_moe", "vision_config": {}, "text_config": raw})
+    )
+    others = {"model.visual.patch_embed.proj.bias": tensors["model.language_model.norm.weight"]}
+    others["mtp.norm.weight"] = others["model.visual.patch_embed.proj.bias"]
+    write_weights(tmp_path / "published", tensors | others)
+    one, two = (load_checkpoint(tmp_path / name, "bfloat16") for name in ("published", "single"))
+    np.testing.assert_array_equal(one.host_pages, two.host_pages)
+    assert one.params["layers"][0].keys() == two.params["layers"][0].keys()
+    for name, leaf in one.params["layers"][0].items():
+        np.testing.assert_array_equal(leaf, two.params["layers"][0][name])
 
 
 def test_float32_pages_hold_two_words_per_weight(tmp_path: Path) -> None:

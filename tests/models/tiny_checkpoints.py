@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rimuru_jax.models.registry import parse_config, tensor_names
-from rimuru_jax.models.weights import TensorSource, expert_sources, resident_sources
+from rimuru_jax.models.weights import expert_sources, resident_sources
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 96,
@@ -33,7 +33,70 @@ _COMMON: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
+_DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 6,
+}
+
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "gpt_oss": _COMMON
+    | {"intermediate_size": 16, "num_local_experts": 4, "head_dim": 8, "sliding_window": 16},
+    "granitemoehybrid": _COMMON
+    | {
+        "layer_types": ["mamba", "attention", "mamba"],
+        "position_embedding_type": "nope",
+        "intermediate_size": 16,
+        "shared_intermediate_size": 24,
+        "num_local_experts": 4,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 12,
+        "mamba_d_conv": 4,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 0.5,
+    },
+    "lfm2_moe": _COMMON
+    | {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "conv_L_cache": 3,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 16,
+        "num_experts": 6,
+        "num_dense_layers": 1,
+        "norm_eps": 1e-5,
+    },
+    "nemotron_h": _COMMON
+    | {
+        "num_hidden_layers": 6,
+        "hybrid_override_pattern": "ME*EM-",
+        "head_dim": 8,
+        "mlp_hidden_act": "relu2",
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 12,
+        "n_groups": 2,
+        "conv_kernel": 4,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 24,
+        "n_routed_experts": 6,
+        "routed_scaling_factor": 2.5,
+        "layer_norm_epsilon": 1e-5,
+    },
+    "qwen3_next": _COMMON | _DELTA_NET,
+    "qwen3_5_moe": _COMMON | _DELTA_NET,
+    "qwen3_5_moe_text": _COMMON | _DELTA_NET,
     "mixtral": _COMMON | {"intermediate_size": 24, "num_local_experts": 4},
     "olmoe": _COMMON | {"intermediate_size": 16, "num_experts": 6, "norm_topk_prob": False},
     # One dense layer, and a shared expert in the others.
@@ -93,13 +156,14 @@ def write_weights(folder: Path, tensors: Mapping[str, np.ndarray], *, shards: in
 
 
 def _random_tensors(raw: Mapping[str, Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
-    config, names = parse_config(raw), tensor_names(raw["model_type"])
-    sources: list[TensorSource] = [*resident_sources(config, names).values(), *expert_sources(config, names)]
-    return {
-        name: _random(name, shape, rng)
-        for source in sources
+    config, names = parse_config(raw), tensor_names(raw["model_type"])[0]
+    shapes = {
+        name: shape
+        for source in resident_sources(config, names).values()
         for name, shape in zip(source.names, source.shapes, strict=True)
     }
+    shapes |= {page.name: page.stored for page in expert_sources(config, names)}
+    return {name: _random(name, shape, rng) for name, shape in shapes.items()}
 
 
 def _random(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:

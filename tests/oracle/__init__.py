@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 
 DATA = Path(__file__).parent / "data"
-CASES = ("qwen3_moe", "qwen3_moe_tied", "qwen2_moe", "olmoe", "mixtral")
+ATTENTION_ONLY = ("qwen3_moe", "qwen3_moe_tied", "qwen2_moe", "olmoe", "mixtral", "gpt_oss")
+HYBRIDS = ("qwen3_next", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "lfm2_moe")
+CASES = (*ATTENTION_ONLY, *HYBRIDS)
 NUM_PROMPTS = 5
 LONGEST = 4  # index of the prompt whose routing is recorded
 LOGIT_TOLERANCE = (
@@ -32,7 +34,8 @@ class Case:
 
 
 def load(name: str) -> Case:
-    values = dict(np.load(DATA / f"{name}.npz"))
+    """A case; "qwen3_5_moe_mm" is the model of "qwen3_5_moe" in the layout in which it is published."""
+    values = dict(np.load(DATA / f"{name.removesuffix('_mm')}.npz"))
     per_prompt = {
         key: [values[f"{key}.{i}"] for i in range(NUM_PROMPTS)]
         for key in ("prompt", "prompt_logits", "greedy_tokens", "greedy_logits")

@@ -26,9 +26,62 @@ def test_route_token_by_token(normalize, tokens, experts, top_k):
         np.testing.assert_allclose(weights[token], wanted, rtol=2e-6)
 
 
-def test_route_refuses_more_than_there_are():
-    with pytest.raises(ValueError, match="5 experts per token asked of 4"):
-        route(jnp.zeros((1, 4)), 5, normalize=True)
+@pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_sigmoid_router_token_by_token(num_groups, top_groups, biased):
+    """DeepSeek-V3's: biased scores choose groups by their two best, then experts; plain scores make the weights."""
+    tokens, experts, top_k = 7, 16, 3
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(tokens, experts)).astype(np.float32)
+    bias = rng.normal(size=experts).astype(np.float32) * biased
+    chosen, weights = route(
+        jnp.asarray(logits),
+        top_k,
+        normalize=True,
+        scoring="sigmoid",
+        selection_bias=jnp.asarray(bias) if biased else None,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        normalize_epsilon=0.125,
+        scale=2.5,
+    )
+    size = experts // num_groups
+    for token in range(tokens):
+        scores = 1 / (1 + np.exp(-logits[token].astype(np.float64)))
+        wanted = scores + bias
+        strength = [sum(sorted(wanted[g * size : (g + 1) * size])[-2:]) for g in range(num_groups)]
+        groups = sorted(range(num_groups), key=lambda g, strength=strength: -strength[g])[:top_groups]
+        best = sorted((e for e in range(experts) if e // size in groups), key=lambda e, w=wanted: -w[e])[
+            :top_k
+        ]
+        assert chosen[token].tolist() == best
+        np.testing.assert_allclose(
+            weights[token], 2.5 * scores[best] / (scores[best].sum() + 0.125), rtol=2e-6
+        )
+
+
+def test_softmax_of_the_chosen_logits():
+    logits = np.random.default_rng(3).normal(size=(5, 8)).astype(np.float32)
+    chosen, weights = route(jnp.asarray(logits), 3, normalize=False, scoring="softmax_of_chosen")
+    for token in range(5):
+        best = np.argsort(-logits[token], kind="stable")[:3]
+        e = np.exp(logits[token, best].astype(np.float64))
+        assert chosen[token].tolist() == best.tolist()
+        np.testing.assert_allclose(weights[token], e / e.sum(), rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "options", "message"),
+    [
+        (5, {}, "5 experts per token asked of 4"),
+        (1, {"scoring": "relu"}, "scoring is 'relu'"),
+        (1, {"num_groups": 3}, "4 experts cannot be chosen from 1 of 3 groups"),
+        (3, {"num_groups": 2}, "3 experts per token do not fit into 1 groups of 2"),
+    ],
+)
+def test_route_refuses(top_k, options, message):
+    with pytest.raises(ValueError, match=message):
+        route(jnp.zeros((1, 4)), top_k, normalize=True, **options)
 
 
 _group = jax.jit(group_tokens, static_argnums=2, static_argnames="tile")

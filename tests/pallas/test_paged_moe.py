@@ -16,13 +16,27 @@ from rimuru_jax.pallas.paged_moe import paged_moe
 from tests.pallas.paged import NAN_WORD, poisoned_pool, put, view
 
 PAGES = 90
+LIMIT = 1.0  # of clamped_swiglu: low, so that it cuts
 
 
-@functools.partial(jax.jit, static_argnames=("view", "tile"))
-def _run(x, mix, chosen, valid, pool, host, table, *, view: MemoryView, tile: int):
+@functools.partial(jax.jit, static_argnames=("view", "tile", "activation"))
+def _run(x, mix, chosen, valid, pool, host, table, biases, *, view: MemoryView, tile: int, activation: str):
     experts, matrices = table.shape
     routing = group_tokens(chosen, valid, experts, tile=tile)
-    return paged_moe(x, mix, routing, pool, view, host, table, jnp.int32(experts * matrices))
+    first = jnp.int32(experts * matrices)
+    return paged_moe(
+        x,
+        mix,
+        routing,
+        pool,
+        view,
+        host,
+        table,
+        first,
+        activation=activation,
+        biases=biases,
+        swiglu_limit=LIMIT,
+    )
 
 
 @dataclass
@@ -49,7 +63,7 @@ class Experts:
                 put(host, v, (experts + e) * matrices + m, weights[e, m])
         return cls(weights, v, pool, host, pages.astype(np.int32))
 
-    def run(self, x, mix, chosen, valid, tile, *, table=None, pool=None):
+    def run(self, x, mix, chosen, valid, tile, *, table=None, pool=None, activation=None, biases=None):
         return np.asarray(
             _run(
                 jnp.asarray(x, self.view.dtype),
@@ -59,20 +73,27 @@ class Experts:
                 self.pool if pool is None else pool,
                 self.host,
                 self.pages if table is None else table,
+                biases,
                 view=self.view,
                 tile=tile,
+                activation=activation or ("silu" if self.weights.shape[1] == 3 else "relu2"),
             )
         )
 
-    def loop(self, x, mix, chosen) -> np.ndarray:
-        """Token by token, expert by expert, float64."""
+    def loop(self, x, mix, chosen, biases=None) -> np.ndarray:
+        """Token by token, expert by expert, float64; with biases the experts of gpt_oss."""
         x = np.asarray(x.astype(self.view.dtype), np.float64)
         weights = self.weights.astype(np.float64)
         _, matrices, f, d = weights.shape
         out = np.zeros(x.shape)
         for t in range(len(x)):
             for e, share in zip(chosen[t], mix[t], strict=True):
-                if matrices == 3:
+                if biases is not None:
+                    gate, up = (weights[e, i] @ x[t] + biases[0][e, i] for i in (0, 1))
+                    gate, up = np.minimum(gate, LIMIT), np.maximum(np.minimum(up, LIMIT), -LIMIT)
+                    h = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+                    out[t] += share * biases[1][e]
+                elif matrices == 3:
                     gate = weights[e, 0] @ x[t]
                     h = gate / (1 + np.exp(-gate)) * (weights[e, 1] @ x[t])
                 else:
@@ -106,6 +127,17 @@ def test_equals_the_loop(dtype, matrices, count, tile):
     got = experts.run(x, mix, chosen, all_valid(count), tile).astype(np.float64)
     wanted = experts.loop(x, mix, chosen)
     assert np.linalg.norm(got - wanted) <= TOLERANCE[dtype] * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("tile", [1, 8])
+def test_clamped_experts_with_biases(tile):
+    experts = Experts.random("float32")
+    x, mix, chosen = tokens(20, 6, 3, 24)
+    rng = np.random.default_rng(2)
+    biases = rng.normal(size=(6, 2, 16)).astype(np.float32), rng.normal(size=(6, 24)).astype(np.float32)
+    got = experts.run(x, mix, chosen, all_valid(20), tile, activation="clamped_swiglu", biases=biases)
+    wanted = experts.loop(x, mix, chosen, biases)
+    assert np.linalg.norm(got - wanted) <= TOLERANCE["float32"] * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize("tile", [1, 4, 64])
@@ -178,5 +210,5 @@ def test_errors():
     with pytest.raises(ValueError, match=r"expert pages of shape \(16, 24\) do not fit hidden states of 25"):
         experts.run(x, mix, chosen, all_valid(4), 1)
     x, mix, chosen = tokens(4, 6, 3, 24)
-    with pytest.raises(ValueError, match="4 matrices, but 2 or 3"):
+    with pytest.raises(ValueError, match="4 matrices, but 'silu' takes 3"):
         experts.run(x, mix, chosen, all_valid(4), 1, table=np.zeros((6, 4), np.int32))

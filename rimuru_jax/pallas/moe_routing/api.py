@@ -27,16 +27,48 @@ def route(
     num_experts_per_tok: int,
     *,
     normalize: bool,
+    scoring: str = "softmax",
+    selection_bias: Float[Array, " E"] | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    normalize_epsilon: float = 0.0,
+    scale: float = 1.0,
     implementation: Implementation | None = None,
 ) -> tuple[Int32[Array, "T K"], Float[Array, "T K"]]:
-    """Softmax over all experts in float32, then the K most probable; ties go to the lower expert.
+    """The K best experts of each token, ties to the lower expert, and their mixing weights, in float32.
 
-    Returns experts and mixing weights, float32, divided by their sum if `normalize`.
+    Args:
+        scoring: "softmax" over all experts, "sigmoid" of each, or "softmax_of_chosen": the best logits are chosen and
+            the softmax runs over them alone.
+        selection_bias: added to the scores when experts are chosen; weights come from the scores without it.
+        num_groups, top_groups: experts form `num_groups` equal groups, and only those of the `top_groups` groups with
+            the largest sums of two best (biased) scores can be chosen.
+        normalize: divide the chosen scores by their sum plus `normalize_epsilon`.
+        scale: factor of the weights.
     """
     resolve("moe_routing", implementation, ("reference",))
-    if not 1 <= num_experts_per_tok <= logits.shape[1]:
-        raise ValueError(f"{num_experts_per_tok} experts per token asked of {logits.shape[1]} experts")
-    return reference.route(logits, num_experts_per_tok, normalize)
+    experts = logits.shape[1]
+    if not 1 <= num_experts_per_tok <= experts:
+        raise ValueError(f"{num_experts_per_tok} experts per token asked of {experts} experts")
+    if scoring not in ("softmax", "sigmoid", "softmax_of_chosen"):
+        raise ValueError(f"scoring is {scoring!r}, it must be 'softmax', 'sigmoid' or 'softmax_of_chosen'")
+    if experts % num_groups or not 1 <= top_groups <= num_groups:
+        raise ValueError(f"{experts} experts cannot be chosen from {top_groups} of {num_groups} groups")
+    if num_experts_per_tok > experts // num_groups * top_groups:
+        raise ValueError(
+            f"{num_experts_per_tok} experts per token do not fit into {top_groups} groups of {experts // num_groups}"
+        )
+    return reference.route(
+        logits,
+        num_experts_per_tok,
+        normalize=normalize,
+        scoring=scoring,
+        selection_bias=selection_bias,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        normalize_epsilon=normalize_epsilon,
+        scale=scale,
+    )
 
 
 def group_tokens(

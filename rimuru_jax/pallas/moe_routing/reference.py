@@ -7,13 +7,45 @@ from jaxtyping import Array, Bool, Float, Int32
 
 
 def route(
-    logits: Float[Array, "T E"], num_experts_per_tok: int, normalize: bool
+    logits: Float[Array, "T E"],
+    num_experts_per_tok: int,
+    *,
+    normalize: bool,
+    scoring: str,
+    selection_bias: Float[Array, " E"] | None,
+    num_groups: int,
+    top_groups: int,
+    normalize_epsilon: float,
+    scale: float,
 ) -> tuple[Int32[Array, "T K"], Float[Array, "T K"]]:
-    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    weights, experts = lax.top_k(probabilities, num_experts_per_tok)
+    logits = logits.astype(jnp.float32)
+    if scoring == "softmax":
+        scores = jax.nn.softmax(logits, axis=-1)
+    elif scoring == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+    else:
+        scores = logits
+    biased = scores
+    if selection_bias is not None:
+        biased = scores + selection_bias.astype(jnp.float32)[None]
+    if top_groups < num_groups:
+        biased = _best_groups(biased, num_groups, top_groups)
+    _, experts = lax.top_k(biased, num_experts_per_tok)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if scoring == "softmax_of_chosen":
+        weights = jax.nn.softmax(weights, axis=-1)
     if normalize:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return experts.astype(jnp.int32), weights
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + normalize_epsilon)
+    return experts.astype(jnp.int32), weights * scale
+
+
+def _best_groups(scores: Float[Array, "T E"], num_groups: int, top_groups: int) -> Float[Array, "T E"]:
+    """Scores of experts in the best groups, -inf elsewhere. A group's score is the sum of its two best."""
+    grouped = scores.reshape(scores.shape[0], num_groups, -1)
+    best_two, _ = lax.top_k(grouped, min(2, grouped.shape[2]))
+    _, groups = lax.top_k(jnp.sum(best_two, axis=-1), top_groups)
+    kept = jnp.any(groups[:, :, None] == jnp.arange(num_groups)[None, None, :], axis=1)
+    return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 def group_tokens(

@@ -24,6 +24,11 @@ def paged_moe(
     host_pages: HostPages,
     table: Int32[Array, "E M"],
     first_host_page: Int32[Array, ""],
+    *,
+    activation: str,
+    biases: tuple[Float[Array, "E 2 f"], Float[Array, "E d"]] | None,
+    swiglu_alpha: float,
+    swiglu_limit: float,
 ) -> Hidden:
     width, d = view.page_shape
     matrices = table.shape[1]
@@ -51,6 +56,14 @@ def paged_moe(
         # The barrier keeps XLA from folding the conversion into a slow product of its own.
         return lax.dot_general(lax.optimization_barrier(matrix), x.T, (((1,), (0,)), ((), ()))).T
 
+    def activate(inner: list[Array]) -> Array:
+        if activation == "silu":
+            return jax.nn.silu(inner[0]) * inner[1]
+        if activation == "relu2":
+            return jnp.square(jax.nn.relu(inner[0]))
+        gate, up = jnp.minimum(inner[0], swiglu_limit), jnp.clip(inner[1], -swiglu_limit, swiglu_limit)
+        return gate * jax.nn.sigmoid(swiglu_alpha * gate) * (up + 1.0)
+
     # Rows that only fill a tile read zeros and add to a row past the end.
     row_weights = (
         jnp.zeros((rows,), jnp.float32)
@@ -62,12 +75,13 @@ def paged_moe(
         expert = routing.tile_experts[i]
         tokens = lax.dynamic_slice(routing.row_tokens, (i * tile,), (tile,))
         x = hidden.at[tokens].get(mode="fill", fill_value=0).astype(jnp.float32)
-        if matrices == 3:
-            h = jax.nn.silu(product(weight(expert, 0, view), x)) * product(weight(expert, 1, view), x)
-        else:
-            h = jnp.square(jax.nn.relu(product(weight(expert, 0, view), x)))
-        h = h.astype(hidden.dtype).astype(jnp.float32)
+        inner = [product(weight(expert, matrix, view), x) for matrix in range(matrices - 1)]
+        if biases is not None:
+            inner = [part + biases[0][expert, i].astype(jnp.float32)[None] for i, part in enumerate(inner)]
+        h = activate(inner).astype(hidden.dtype).astype(jnp.float32)
         y = product(weight(expert, matrices - 1, down_view), h)
+        if biases is not None:
+            y = y + biases[1][expert].astype(jnp.float32)[None]
         y = y * lax.dynamic_slice(row_weights, (i * tile,), (tile,))[:, None]
         return mixed.at[tokens].add(y, indices_are_sorted=True)
 

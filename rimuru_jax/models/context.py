@@ -1,0 +1,141 @@
+"""What every layer of a step sees: the batch, the tables, and where each kind of state lies in the pool."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int32
+
+from rimuru_jax.array_types import ExpertTable, HostPages, PageTable, TokenIds
+from rimuru_jax.host.page_layout import EXPERT, PageLayout
+from rimuru_jax.models.config import ModelConfig
+from rimuru_jax.pallas.memory_view import WORD_BYTES, MemoryView
+
+type LayerParams = Mapping[str, Array]
+type PageTables = Mapping[str, PageTable]
+"""By page kind."""
+
+
+@struct.dataclass
+class ModelSpec:
+    """Everything static about a model in a pool; hashable, so it can be a static argument of `jax.jit`."""
+
+    config: ModelConfig = struct.field(pytree_node=False)
+    expert_view: MemoryView = struct.field(pytree_node=False)
+    state_views: tuple[tuple[MemoryView, int], ...] = struct.field(pytree_node=False)
+    """For each kind of sequence state: a page of one layer, and how many layers share a page of the tables."""
+    dtype: Any = struct.field(pytree_node=False)
+    """Activations and stored weights."""
+
+    @classmethod
+    def create(
+        cls, config: ModelConfig, layout: PageLayout, dtype: Any, recurrent_dtype: Any = "float32"
+    ) -> "ModelSpec":
+        dtype, recurrent = jnp.dtype(dtype), jnp.dtype(recurrent_dtype)
+        views = []
+        for kind, (state, _) in config.states.items():
+            placed = layout[kind]
+            view = MemoryView(
+                kind=kind,
+                page_shape=state.shape_for(placed.kind.page_tokens),
+                dtype=recurrent if state.recurrent else dtype,
+                stride=placed.layer_stride_bytes // WORD_BYTES,
+            )
+            views.append((view, placed.layers_per_page))
+        return cls(
+            config=config,
+            expert_view=MemoryView(
+                kind=EXPERT,
+                page_shape=(config.moe.intermediate_size, config.hidden_size),
+                dtype=dtype,
+                stride=layout[EXPERT].stride_bytes // WORD_BYTES,
+            ),
+            state_views=tuple(views),
+            dtype=dtype,
+        )
+
+    def state_view(self, kind: str) -> tuple[MemoryView, int]:
+        """The entry of `state_views` for a kind. Raises KeyError for a kind that no layer keeps."""
+        for view, layers_per_page in self.state_views:
+            if view.kind == kind:
+                return view, layers_per_page
+        raise KeyError(kind)
+
+
+@struct.dataclass
+class Batch:
+    """The tokens of one step: chunks of S sequences, packed. All int32, padded to a bucket."""
+
+    token_ids: TokenIds
+    positions: Int32[Array, " T"]
+    """Position of each token in its sequence."""
+    rows: Int32[Array, " T"]
+    """Batch row of each token; S - 1 for padding."""
+    slots: Int32[Array, " S"]
+    """Row of each sequence in the page tables."""
+    query_start: Int32[Array, " S+1"]
+    """Row s owns tokens query_start[s] to query_start[s + 1]; the last entry counts the real tokens."""
+    context_len: Int32[Array, " S"]
+    """Tokens of a row once this step is done; 0 for padding rows."""
+    logit_tokens: Int32[Array, " S"]
+    """Token of each row whose logits are wanted: its last."""
+
+
+@struct.dataclass
+class ExpertTables:
+    """Where the step finds expert weights, and which it copies into loading buffers on the way."""
+
+    pages: ExpertTable
+    """Pool page of each matrix, HOST (-1) if it is only in host memory. Loading buffers are overlaid."""
+    load_sources: Int32[Array, "L+1 loads"]
+    """Host pages to copy before layer l computes; the copies of layer l + 1 run beside layer l. Row L is empty."""
+    load_targets: Int32[Array, "L+1 loads"]
+    load_counts: Int32[Array, " L+1"]
+
+
+class StepContext(NamedTuple):
+    """A step, as its layers see it.
+
+    Layers of one kind of state are numbered among themselves: `index` below is the number of the layer among those
+    that keep that kind, a traced integer when layers run in a loop.
+    """
+
+    spec: ModelSpec
+    batch: Batch
+    tables: PageTables
+    experts: ExpertTables
+    host_pages: HostPages
+    decode: bool
+    """At most one token per row."""
+
+    @property
+    def valid(self) -> Bool[Array, " T"]:
+        """Which tokens are no padding."""
+        return jnp.arange(self.batch.token_ids.shape[0]) < self.batch.query_start[-1]
+
+    @property
+    def has_state(self) -> Bool[Array, " S"]:
+        """Rows that continue a sequence; the others start from zeros, whatever their pages hold."""
+        query_len = self.batch.query_start[1:] - self.batch.query_start[:-1]
+        return self.batch.context_len > query_len
+
+    @property
+    def max_query_len(self) -> int:
+        """1 for a decode, else the most tokens that a row may have."""
+        return 1 if self.decode else self.batch.token_ids.shape[0]
+
+    def page_table(self, kind: str, index: Array) -> tuple[MemoryView, Int32[Array, "S W"]]:
+        """One layer's view of the pool and the pages of each row, for a kind that grows with the tokens."""
+        view, layers_per_page = self.spec.state_view(kind)
+        # A table entry names a run of `layers_per_page` one-layer pages.
+        pages = self.tables[kind][index // layers_per_page][self.batch.slots]
+        return view, pages * layers_per_page + index % layers_per_page
+
+    def state_pages(self, kind: str, index: Array) -> tuple[MemoryView, Int32[Array, " S"]]:
+        """One layer's view of the pool and the (first) page of each row's state, for a kind of constant size.
+
+        Padding rows get page 0, which is scratch.
+        """
+        view, pages = self.page_table(kind, index)
+        return view, jnp.where(self.batch.context_len > 0, pages[:, 0], 0)

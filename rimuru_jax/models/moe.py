@@ -1,0 +1,72 @@
+"""Routed experts: where each token goes, what is loaded ahead of it, and the shared expert beside them."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from rimuru_jax.array_types import Hidden, Pool
+from rimuru_jax.models.config import Moe
+from rimuru_jax.models.context import LayerParams, StepContext
+from rimuru_jax.models.layers import linear, mlp
+from rimuru_jax.pallas.moe_routing import group_tokens, route
+from rimuru_jax.pallas.page_update import load_pages
+from rimuru_jax.pallas.paged_moe import paged_moe, token_tile
+
+
+@jax.named_scope("moe")
+def moe(
+    step: StepContext, layer: Moe, params: LayerParams, x: Hidden, pool: Pool, index: Array
+) -> tuple[Hidden, Pool, tuple[Array, Array, Array]]:
+    """MoE layer number `index`. Also returns its router counts, chosen experts and their weights."""
+    chosen, weights = route(
+        linear(x, params["router"], params.get("router_bias"), jnp.float32),
+        layer.num_experts_per_tok,
+        normalize=layer.normalize,
+        scoring=layer.scoring,
+        selection_bias=params.get("selection_bias"),
+        num_groups=layer.num_groups,
+        top_groups=layer.top_groups,
+        normalize_epsilon=layer.normalize_epsilon,
+        scale=layer.scale,
+    )
+    pairs = x.shape[0] * layer.num_experts_per_tok
+    routing = group_tokens(chosen, step.valid, layer.num_experts, tile=token_tile(pairs, layer.num_experts))
+    # The smaller of the number of tiles and 0 is 0, which XLA does not know: the loads wait for the router, thus for
+    # the mixer that reads the pool. With no such order XLA copies the whole pool for the reader.
+    pool = load_experts(step, pool, index + 1 + jnp.minimum(routing.num_tiles, 0))
+    biases = None
+    if layer.expert_bias:
+        biases = params["expert_gate_up_bias"], params["expert_down_bias"]
+    mixed = paged_moe(
+        x,
+        weights,
+        routing,
+        pool,
+        step.spec.expert_view,
+        step.host_pages,
+        step.experts.pages[index],
+        index * (layer.num_experts * layer.matrices),
+        activation=layer.activation,
+        biases=biases,
+        swiglu_alpha=layer.swiglu_alpha,
+        swiglu_limit=layer.swiglu_limit,
+    )
+    if layer.shared_intermediate_size:
+        shared = mlp(x, params, "shared")
+        if layer.shared_gate:
+            gate = jax.nn.sigmoid(linear(x, params["shared_expert_gate"]).astype(jnp.float32))
+            shared = (shared.astype(jnp.float32) * gate).astype(x.dtype)
+        mixed = mixed + shared
+    return mixed, pool, (routing.counts, chosen, weights)
+
+
+def load_experts(step: StepContext, pool: Pool, index: Array) -> Pool:
+    """Fill the loading buffers of one MoE layer."""
+    tables = step.experts
+    return load_pages(
+        pool,
+        step.host_pages,
+        tables.load_sources[index],
+        tables.load_targets[index],
+        tables.load_counts[index],
+    )
