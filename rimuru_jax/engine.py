@@ -244,6 +244,7 @@ class Engine:
             state, completion = self._forget(request)
             completion.close()
             changed[state.request_id] = state
+        self.loop.move_experts(plan.page_moves)
         self.loop.copy_experts(plan.expert_copies)
         self.metrics.add("expert_pages_loaded", len(plan.expert_copies) * self.experts.matrices)
         if self._shown_experts != self.experts.version:

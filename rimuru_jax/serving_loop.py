@@ -21,13 +21,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from rimuru_jax.array_types import Hidden, HostIntArray, HostPages, Logits, PageTable, Pool, RouterCounts
-from rimuru_jax.host.expert_cache import HOST, ExpertCopy
+from rimuru_jax.host.expert_cache import HOST, ExpertCopy, PageMove
 from rimuru_jax.host.page_layout import PageLayout
 from rimuru_jax.models import stack
 from rimuru_jax.models.context import Batch, ExpertTables, ModelSpec, PageTables
 from rimuru_jax.models.stack import StackParams
 from rimuru_jax.pallas.memory_view import WORD_BYTES
-from rimuru_jax.pallas.page_update import load_pages
+from rimuru_jax.pallas.page_update import load_pages, move_pages
 from rimuru_jax.sampling import TokenLogprobs, compute_logprobs
 
 MIN_PREFILL_TOKENS = 16
@@ -97,6 +97,7 @@ def _scatter(table: PageTable, index: Int32[Array, "U 3"], pages: Int32[Array, "
 
 
 _load_pages = functools.partial(jax.jit, donate_argnums=(0,))(load_pages)
+_move_pages = functools.partial(jax.jit, static_argnums=(1,), donate_argnums=(0,))(move_pages)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -241,6 +242,20 @@ class ServingLoop:
             np.resize(sources, size),
             np.resize(targets, size),
             np.int32(len(targets)),
+        )
+
+    def move_experts(self, moves: Sequence[PageMove]) -> None:
+        """Copy expert pages elsewhere in the pool, one after another, before the next step and its other copies."""
+        if not moves:
+            return
+        pages = np.array(moves, np.int32)
+        size = 1 << (len(pages) - 1).bit_length()
+        self.pool = _move_pages(
+            self.pool,
+            self.spec.expert_view,
+            np.resize(pages[:, 0], size),
+            np.resize(pages[:, 1], size),
+            np.int32(len(pages)),
         )
 
     def run(self, packed: tuple[Batch, Bucket]) -> StepOutputs:

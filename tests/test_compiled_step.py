@@ -19,7 +19,8 @@ from rimuru_jax.models.context import Batch, ExpertTables, ModelSpec
 from rimuru_jax.models.registry import parse_config, tensor_names
 from rimuru_jax.models.stack import stack_params
 from rimuru_jax.models.weights import resident_sources
-from rimuru_jax.serving_loop import Bucket, _load_pages, buckets, step
+from rimuru_jax.pallas.memory_view import MemoryView
+from rimuru_jax.serving_loop import Bucket, _load_pages, _move_pages, buckets, step
 from tests.models.tiny_checkpoints import CONFIGS
 
 IN_PLACE = {
@@ -147,6 +148,11 @@ DEFAULT_MODEL = {
     "num_experts_per_tok": 16, "max_position_embeddings": 8192, "rope_theta": 1e5, "tie_word_embeddings": True,
 }  # fmt: skip
 MODELS = {
+    # Every kind of state. Temporaries are small beside the pool because the models are.
+    **{
+        name: Shapes(parse_config({"model_type": name, **CONFIGS[name]}), "bfloat16", 4, 64, 256)
+        for name in ("qwen3_next", "nemotron_h", "lfm2_moe", "gpt_oss")
+    },
     "default": Shapes(parse_config(DEFAULT_MODEL), "bfloat16", 128, 2048),
     # Layers with a shared expert, and one without experts between them.
     "mixed-float32": Shapes(
@@ -172,6 +178,8 @@ def test_copies_of_experts_leave_the_pool_in_place():
     ids = jax.ShapeDtypeStruct((64,), jnp.int32)
     count = jax.ShapeDtypeStruct((), jnp.int32)
     check_in_place(_load_pages.lower(pool, host, ids, ids, count).compile(compiler_options=QUICK), pool)
+    view = MemoryView(kind="expert", page_shape=(96, 576), dtype=jnp.dtype("bfloat16"), stride=55296)
+    check_in_place(_move_pages.lower(pool, view, ids, ids, count).compile(compiler_options=QUICK), pool)
 
 
 @pytest.mark.parametrize(

@@ -127,37 +127,25 @@ class PageAllocator:
         of each other's parents (then 0). For several owners and kinds it counts on parents of their own for each, so
         that it may report a lack where they would just fit, and never the reverse.
         """
-        merged: dict[int, list[int]] = {}
-        index, size = self._index, len(self._stores)
-        for owner, demand in demands:
-            for name, units in demand.items():
-                if units:
-                    if (row := merged.get(owner)) is None:
-                        row = merged[owner] = [0] * size
-                    row[index[name]] += units
-        if not merged:
-            return -self.free_expert_pages
-        if len(merged) == 1:
-            ((owner, wanted),) = merged.items()
-            plan = self._plan(self._room(owner), wanted)
-            if plan is None:
-                return self._least_missing(wanted)
-            pages, fresh = plan
-            return self._balance(pages, fresh)
+        return self._shortfall(demands)[0]
 
-        total, pages, fresh, num_huge = [0] * size, [0] * size, [0] * size, 0
-        for owner, wanted in merged.items():
-            own_pages, own_fresh, own_huge = self._wish(self._room(owner), wanted)
-            num_huge += own_huge
-            for i in range(size):
-                total[i] += wanted[i]
-                pages[i] += own_pages[i]
-                fresh[i] += own_fresh[i]
-        if num_huge <= len(self._free_huge):
-            return self._balance(pages, fresh)
-        if sum(1 for units in total if units) == 1:
-            return max(0, self._least_missing(total))
-        return self._experts_per_huge * (num_huge - len(self._free_huge))
+    def missing_huge_pages(self, demands: Sequence[tuple[int, Mapping[str, int]]]) -> int:
+        """Huge pages that `shortfall` finds missing, at least 0: what `consolidate` may be able to make."""
+        return max(0, self._shortfall(demands)[1])
+
+    def consolidate(self, num_huge_pages: int) -> tuple[Ids, Ids]:
+        """Move resident expert pages closer together until up to `num_huge_pages` more huge pages are free.
+
+        Returns the page ids that were left and those taken instead, in the same order; the former are free at once.
+        Where a huge page holds a single expert page nothing can be gained.
+        """
+        if self._expert < 0 or self._experts_per_huge == 1 or EXPERTS not in self._tenants:
+            return _NO_IDS, _NO_IDS
+        store = self._stores[self._expert]
+        sources, targets = store.plan_moves(EXPERTS, num_huge_pages)
+        if len(sources):
+            store.move(self._tenants[EXPERTS], sources, targets)
+        return store.page_ids(sources), store.page_ids(targets)
 
     def free(self, owner: int, kind: str, ids: npt.ArrayLike, *, delay: int = 0) -> None:
         """Take back the units of `kind` named by `ids`, at once or at the `delay`-th `begin_pass` from now.
@@ -345,14 +333,44 @@ class PageAllocator:
             fresh[i] = max(0, -(-(pages[i] - self._stores[i].num_free) // per_huge))
         return pages, fresh
 
-    def _least_missing(self, wanted: list[int]) -> int:
-        """Expert-sized pages missing for units in all, by kind, when every free unit is used."""
+    def _least_missing(self, wanted: list[int]) -> tuple[int, int]:
+        """Expert-sized pages missing for units in all, by kind, when every free unit is used; and huge pages."""
         pages, fresh = self._least(wanted)
         lacking = self._huge_for_others(fresh) - len(self._free_huge)
         if lacking <= 0 or self._expert < 0:
-            return self._balance(pages, fresh)
+            return self._balance(pages, fresh), lacking
         loose = self._stores[self._expert].num_free  # no help for kinds that need whole huge pages
-        return lacking * self._experts_per_huge + max(0, pages[self._expert] - loose)
+        return lacking * self._experts_per_huge + max(0, pages[self._expert] - loose), lacking
+
+    def _shortfall(self, demands: Sequence[tuple[int, Mapping[str, int]]]) -> tuple[int, int]:
+        """`shortfall`, and how many huge pages of it are missing (negative: left)."""
+        merged: dict[int, list[int]] = {}
+        index, size = self._index, len(self._stores)
+        for owner, demand in demands:
+            for name, units in demand.items():
+                if units:
+                    if (row := merged.get(owner)) is None:
+                        row = merged[owner] = [0] * size
+                    row[index[name]] += units
+        num_free = len(self._free_huge)
+        if not merged:
+            return -self.free_expert_pages, -num_free
+        total, pages, fresh, num_huge = [0] * size, [0] * size, [0] * size, -num_free
+        for owner, wanted in merged.items():
+            own_pages, own_fresh, own_huge = self._wish(self._room(owner), wanted)
+            num_huge += own_huge
+            for i in range(size):
+                total[i] += wanted[i]
+                pages[i] += own_pages[i]
+                fresh[i] += own_fresh[i]
+        if num_huge <= 0:
+            return self._balance(pages, fresh), num_huge
+        if len(merged) == 1 and (plan := self._plan(self._room(next(iter(merged))), total)):
+            return self._balance(*plan), 0
+        if len(merged) == 1 or sum(1 for units in total if units) == 1:
+            short, num_huge = self._least_missing(total)
+            return (short if len(merged) == 1 else max(0, short)), num_huge
+        return self._experts_per_huge * num_huge, num_huge
 
     def _balance(self, pages: list[int], fresh: list[int]) -> int:
         """Expert-sized pages that `_wish` or the like takes, less those that are free."""

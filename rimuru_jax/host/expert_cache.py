@@ -3,6 +3,8 @@
 pass p       expand: pages are taken and the copy is listed in step p      shrink: gone from the table of step p
 step p       reads the expert where it was (loading buffer or host)        no longer reads the pages
 pass p + 1   the table shows the pages                                     pages come back after `reclaim_delay`
+
+Where a huge page holds several expert pages, `consolidate` moves experts together so that whole huge pages become free.
 """
 
 from collections.abc import Iterable
@@ -24,6 +26,13 @@ class ExpertCopy(NamedTuple):
     layer: int
     expert: int
     pages: tuple[int, ...]
+
+
+class PageMove(NamedTuple):
+    """One expert matrix to copy from a page of the pool to another."""
+
+    source: int
+    target: int
 
 
 class ResidencyPolicy(Protocol):
@@ -225,6 +234,22 @@ class ExpertCache:
             self._stale_layers[where[0]] = True
             self.version += 1
         return len(victims)
+
+    def consolidate(self, num_huge_pages: int) -> list[PageMove]:
+        """Move pages of resident experts together until up to `num_huge_pages` more huge pages are free.
+
+        Returns the copies to make before the step being planned, in which the experts are on their new pages. Pages
+        that are left are free at once, since that step comes after everything that read them.
+        """
+        assert not self._arriving, "pages move before experts are taken back in a pass"
+        sources, targets = (ids.tolist() for ids in self._allocator.consolidate(num_huge_pages))
+        if sources:
+            moved = dict(zip(sources, targets, strict=True))
+            for layer, expert, matrix in np.argwhere(np.isin(self.table, sources)).tolist():
+                self.table[layer, expert, matrix] = moved[int(self.table[layer, expert, matrix])]
+                self._stale_layers[layer] = True
+            self.version += 1
+        return list(map(PageMove, sources, targets))
 
     def observe(self, counts: np.ndarray) -> None:
         """Pass the router counts `int[L, E]` of a step to the policy."""

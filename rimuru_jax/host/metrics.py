@@ -23,6 +23,7 @@ COUNTERS = (
     "expert_buffer_hits",  # the same, copied into a loading buffer by the step itself
     "expert_host_reads",  # the same, read from host memory in place
     "expert_pages_loaded",  # pages copied from host memory into the pool, loading buffers included
+    "expert_pages_moved",  # pages of resident experts copied elsewhere in the pool, to make whole huge pages free
     "expert_reversals",  # passes whose residency change had the opposite sign of the change before
 )
 GAUGES = (

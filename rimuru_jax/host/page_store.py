@@ -177,6 +177,43 @@ class PageStore:
         parents = coming.nonzero()[0]
         return parents[self.free[parents] + coming[parents] == self.units_per_parent]
 
+    def plan_moves(self, owner: int, num_parents: int) -> tuple[Units, Units]:
+        """Units of `owner` to move, and free units to move them to, that leave up to `num_parents` parents empty.
+
+        Only parents that hold nothing but whole units of `owner` are emptied, those that hold the fewest first.
+        """
+        parents = np.fromiter(self.open, np.int64, len(self.open))
+        rows, cut = self.occupant[parents], self.cut.reshape(self.occupant.shape)[parents]
+        movable = ((rows == FREE) | ((rows == owner) & ~cut)).all(1)
+        order = (self.free[parents] - movable * self.units_per_parent * 2).argsort(kind="stable")
+        parents, movable = parents[order], movable[order]
+        # From here: the movable parents, fullest first, then the others. Victims are the last of the movable ones.
+        free, last = self.free[parents], int(movable.sum())
+        moved = (self.units_per_parent - free[:last][::-1]).cumsum()
+        room = self.num_free - free[:last][::-1].cumsum()
+        count = min(num_parents, int((moved <= room).sum()))
+        if count <= 0:
+            return NO_UNITS, NO_UNITS
+        victims, others = parents[last - count : last], np.r_[parents[: last - count], parents[last:]]
+        rows, units = self._units(victims)
+        sources = units[rows == owner]
+        rows, units = self._units(others)
+        return sources, units[rows == FREE][: len(sources)]
+
+    def move(self, tenant: Tenant, sources: Units, targets: Units) -> None:
+        """Units of `tenant` change places, as `plan_moves` has it; what they leave is free at once."""
+        for parent, count in zip(*(part.tolist() for part in self._group(targets)), strict=True):
+            self._add_free(parent, -count)
+        self.flat[targets] = tenant.owner
+        tenant.held[self.index].append(targets)
+        tenant.stale[self.index] += len(sources)
+        self.vacate(sources, later=False)
+
+    def _units(self, parents: Units) -> tuple[Units, Units]:
+        """Occupants and numbers of all units of some parents, in the order of the parents."""
+        units = parents[:, None] * self.units_per_parent + np.arange(self.units_per_parent)
+        return self.occupant[parents].ravel(), units.ravel()
+
     def _reserve_in(self, parent: int, tenant: Tenant, count: int) -> int:
         """Up to `count` of the free units of a parent; returns how many."""
         free = int(self.free[parent])

@@ -6,7 +6,8 @@ One pass, in this order:
     2. running requests that cross a page boundary take their pages; who cannot skips this pass while pages that are
        returning or could be shrunk cover it, otherwise the youngest of the lowest priority is preempted
     3. decodes, then chunks of running prompts, are planned
-    4. the head of the queue is admitted while tokens, slots and pages last: pages for all its tokens or none
+    4. the head of the queue is admitted while tokens, slots and pages last: pages for all its tokens or none; where
+       whole huge pages are missing for it, expert pages are moved together
     5. one signed balance of pages moves the residency of experts (`memory_policy="elastic"` only)
 
 Every pass plans tokens, frees pages, waits for a named event, or fails one request with a reason.
@@ -23,7 +24,7 @@ import numpy.typing as npt
 from rimuru_jax.host.adjuster import AdjusterState, PageBalance, decide
 from rimuru_jax.host.allocator import BUFFERS, EXPERTS, PageAllocator
 from rimuru_jax.host.batch import Batch, Demand, ScheduledChunk
-from rimuru_jax.host.expert_cache import ExpertCache, ExpertCopy
+from rimuru_jax.host.expert_cache import ExpertCache, ExpertCopy, PageMove
 from rimuru_jax.host.metrics import Metrics
 from rimuru_jax.host.page_layout import EXPERT, format_bytes
 from rimuru_jax.host.page_tables import PageTables
@@ -76,6 +77,7 @@ class StepPlan:
     Attributes:
       step: number of the pass, from 1.
       chunks: decodes first; at most one chunk per request.
+      page_moves: pages of experts to copy elsewhere in the pool before anything else of this step.
       expert_copies: experts to copy into the pool within this step; the next pass shows them in the table.
       waiting_for: why `chunks` is empty although requests are unfinished: "reclaim" (pages or slots are returning) or
         "tokens" (sampled tokens have not been delivered); None otherwise.
@@ -85,6 +87,7 @@ class StepPlan:
 
     step: int
     chunks: tuple[ScheduledChunk, ...]
+    page_moves: tuple[PageMove, ...] = ()
     expert_copies: tuple[ExpertCopy, ...] = ()
     waiting_for: Literal["reclaim", "tokens"] | None = None
     preempted: tuple[Request, ...] = ()
@@ -115,6 +118,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._adjuster = AdjusterState()
         self._last_move = 0  # sign of the last change of residency
+        self._page_moves: list[PageMove] = []  # of the pass being planned
         self._batch = Batch(
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
@@ -207,6 +211,7 @@ class Scheduler:
         self._allocator.begin_pass()
         self._cache.begin_pass()
         self._batch.begin_pass()
+        self._page_moves = []
 
         lacking, preempted, rejected = self._grow()
         chunks, budget = self._plan_running(lacking)
@@ -225,6 +230,7 @@ class Scheduler:
         return StepPlan(
             step=self._batch.step,
             chunks=tuple(chunks),
+            page_moves=tuple(self._page_moves),
             expert_copies=tuple(copies),
             waiting_for=waiting_for,
             preempted=tuple(preempted),
@@ -238,7 +244,10 @@ class Scheduler:
         rejected: list[Request] = []
         growing = sorted(self._batch.growing(), key=self._key)
         while (grown := self._batch.grow(growing)) < len(growing):
-            request, growing = growing[grown], growing[grown + 1 :]
+            request, growing = growing[grown], growing[grown:]
+            if self._consolidate(self._batch.growth([request])):
+                continue
+            growing = growing[1:]
             (lacking[request],) = self._batch.growth([request])
             while request in lacking and not self._reclaimable(list(lacking.values())):
                 victim = self._youngest()
@@ -277,7 +286,11 @@ class Scheduler:
             request = self.waiting[0]
             if request.num_in_flight:
                 return None
-            if self.running and (short := self._allocator.shortfall(self._demands_with(request))) > 0:
+            demands = self._demands_with(request)
+            short = self._allocator.shortfall(demands)
+            if short > 0 and self._consolidate(demands):
+                short = self._allocator.shortfall(demands)
+            if self.running and short > 0:
                 return short
             if not self._batch.admit(request):
                 return None
@@ -339,6 +352,16 @@ class Scheduler:
             metrics.add("expert_reversals", int(move == -self._last_move))
             self._last_move = move
         return copies
+
+    def _consolidate(self, demands: Sequence[Demand]) -> bool:
+        """Move experts together where whole huge pages are missing; whether that made any."""
+        missing = self._allocator.missing_huge_pages(demands)
+        moves = self._cache.consolidate(missing) if missing else []
+        if moves:
+            self._page_moves += moves
+            self._metrics.add("expert_pages_moved", len(moves))
+            self._metrics.event(self._batch.step, "consolidate", pages=len(moves))
+        return bool(moves)
 
     def _waiting_for(self) -> Literal["reclaim", "tokens"] | None:
         """The event an empty pass waits for; None when there is none, so that the head cannot be served."""

@@ -1,6 +1,7 @@
 """A scheduler with everything around it and a simulated device, which checks every plan it is given."""
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,7 +94,9 @@ class World:
             reclaim_delay=setup.reclaim_delay,
             expand_patience=setup.expand_patience,
         )
-        self.cache.fill(0 if setup.memory_policy != "fixed" else self.capacity)
+        self.content = np.full(huge * self.layout.pages_per_huge("expert"), -1)
+        """Which matrix, as (layer * experts + expert) * matrices + i, each expert-sized page of the pool holds."""
+        self._copy(self.cache.fill(0 if setup.memory_policy != "fixed" else self.capacity))
         self.scheduler = Scheduler(config, self.allocator, self.tables, self.cache, self.metrics)
         self.requests: list[Request] = []
         self.arrivals = 0
@@ -138,6 +141,10 @@ class World:
             handed += [index, value]
             assert np.array_equal(self.device[name], self.tables.arrays[name]), name
         self._check_owners(plan.expert_copies)
+        for source, target in plan.page_moves:
+            self.content[target] = self.content[source]
+        self._copy(plan.expert_copies)
+        self._check_content()
         self._in_flight.append((plan, handed, [array.copy() for array in handed]))
         while len(self._in_flight) > lag:
             self._deliver(stops)
@@ -212,8 +219,7 @@ class World:
             assert plan.preempted or plan.rejected or plan.waiting_for in ("reclaim", "tokens")
         if plan.chunks:
             assert plan.waiting_for is None
-        if setup.kind != "double":
-            assert not plan.rejected
+        assert not plan.rejected
         # 19: the oldest stays, nobody comes back in the same pass
         assert oldest not in plan.preempted
         if setup.policy == "fcfs":
@@ -303,6 +309,23 @@ class World:
             assert request.slot == -1 and not any(self.allocator.holds(request.handle).values())
         for table in self.tables.arrays.values():
             assert not table[:, sorted(idle)].any()
+
+    def _copy(self, copies: Iterable[ExpertCopy]) -> None:
+        for layer, expert, pages in copies:
+            first = (layer * self.setup.experts + expert) * self.setup.matrices
+            self.content[list(pages)] = np.arange(first, first + self.setup.matrices)
+
+    def _check_content(self) -> None:
+        """The step finds every expert where the table says; what it writes for sequences ruins whatever was there."""
+        table = self.cache.table.ravel()
+        shown = np.flatnonzero(table != HOST)
+        assert (self.content[table[shown]] == shown).all()
+        page_bytes = self.layout["expert"].stride_bytes
+        for name, array in self.tables.arrays.items():
+            placed = self.layout[name]
+            size = placed.stride_bytes * placed.kind.run
+            for first in (array[array > 0].astype(np.int64) * placed.stride_bytes).tolist():
+                self.content[first // page_bytes : (first + size - 1) // page_bytes + 1] = -1
 
     def _check_owners(self, copies: tuple[ExpertCopy, ...]) -> None:
         """3: every byte named by a table, an expert on its way or a loading buffer is named once; scratch never."""

@@ -313,6 +313,25 @@ def test_loose_expert_pages_do_not_hide_a_lack_of_huge_pages() -> None:
     assert allocator.shortfall([(1, {"kv": 20})]) == 0
 
 
+def test_moving_experts_makes_whole_huge_pages() -> None:
+    allocator = hybrid(4)
+    ids = take(allocator, EXPERTS, expert=8)["expert"]
+    in_turn = sorted(ids)[::2]
+    allocator.free(EXPERTS, "expert", in_turn)  # one of two in each of four huge pages
+    assert allocator.missing_huge_pages([(1, {"ssm": 4})]) == 2
+    left, taken = allocator.consolidate(1)
+    assert len(left) == 1 and left[0] not in in_turn and taken[0] in in_turn
+    assert allocator.ledger().free_huge_pages == 1
+    left, taken = allocator.consolidate(9)  # more than there are
+    assert len(left) == 1 and allocator.ledger().free_huge_pages == 2
+    allocator.check_ledger()
+    assert allocator.missing_huge_pages([(1, {"ssm": 4})]) == 0
+    take(allocator, 1, ssm=4)
+    assert allocator.holds(EXPERTS)["expert"] == 4
+    allocator.release(EXPERTS)
+    allocator.check_ledger()
+
+
 def test_without_experts_a_page_is_a_huge_page() -> None:
     layout = PageLayout.plan([kind("ssm", 2, 64, layers=3), kind("kv", 3, 8, page_tokens=16)])
     allocator = PageAllocator(layout, 4)

@@ -153,6 +153,24 @@ class ByteModel:
                     return more
         raise AssertionError
 
+    def emptiable_by_moving_experts(self) -> int:
+        """Huge pages that moving pages of experts within the others that hold such pages can make free."""
+        if self.least_units.get("expert", 1) == 1:
+            return 0
+        tenants: dict[int, set[tuple[str, int]]] = {}
+        for (name, page), who in self.live.items():
+            huge = self.span(name, page).start // self.layout.huge_page_bytes
+            tenants.setdefault(huge, set()).add((name, who))
+        inside = self.open_parents()[0]["expert"]
+        room = sum(self.least_units["expert"] - used for used in inside.values())
+        emptied = 0
+        for used in sorted(used for huge, used in inside.items() if tenants[huge] == {("expert", EXPERTS)}):
+            room -= self.least_units["expert"]  # its free units are gone, and its used ones go elsewhere
+            if room < 0 or used == self.least_units["expert"]:
+                break
+            emptied += 1
+        return emptied
+
     def free_expert_pages(self) -> int:
         inside, free_huge = self.open_parents()
         if "expert" not in inside:
@@ -218,6 +236,19 @@ class AllocatorTraces(RuleBasedStateMachine):
         self.allocator.release(owner, delay=delay)
         for name, page, _ in self.held(owner):
             self.model.free(name, page, delay)
+
+    @rule(count=st.integers(1, 4))
+    def consolidate(self, count: int) -> None:
+        """As many huge pages become free as emptying those with the fewest experts, and nothing else, can give."""
+        most = self.model.emptiable_by_moving_experts()
+        before = self.allocator.ledger().free_huge_pages
+        left, taken = self.allocator.consolidate(count)
+        assert self.allocator.ledger().free_huge_pages - before == min(count, most)
+        assert all(self.model.live["expert", page] == EXPERTS for page in left.tolist())
+        for page in taken.tolist():
+            self.model.take(EXPERTS, "expert", page)
+        for page in left.tolist():
+            self.model.free("expert", page, 0)
 
     @rule()
     def begin_pass(self) -> None:

@@ -112,6 +112,29 @@ def test_admission_takes_all_kinds_or_none():
     world.check_idle()
 
 
+def test_experts_make_way_for_states_as_large_as_two_of_their_pages():
+    """States take 3 huge pages, convolution rows and KV a page each: 8 expert pages, and the rule asks for one more."""
+    for matrices in (3, 2):
+        world = _world(
+            memory_policy="elastic", kind="double", layers=3, experts=6, offload=5, matrices=matrices,
+            pages=5 * 3 * matrices,
+        )  # fmt: skip
+        assert world.cache.absent_experts == 0
+        if spare := world.allocator.free_expert_pages:
+            world.allocator.allocate(77, {"expert": spare})
+        request = world.add(2, 6)
+        world.step()
+        (shrink,) = world.metrics.events("shrink")
+        # In one step, and no more than that. Of three pages one leaves half a huge page behind.
+        assert shrink.fields["experts"] == -(-9 // matrices)
+        plan = world.step()
+        assert _chunks(plan) == [("r1", 0, 2, True)]
+        assert len(plan.page_moves) == world.metrics.counters["expert_pages_moved"]
+        assert bool(plan.page_moves) == (matrices == 3)
+        while not request.finished:
+            world.step()
+
+
 def test_the_youngest_is_preempted_and_resumes_with_its_tokens():
     """4 pages are 32 tokens: two requests fill them at 16 tokens each, then one has to go."""
     world = _world(pages=4)

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rimuru_jax.pallas.page_update import load_pages, write_kv
+from rimuru_jax.pallas.page_update import load_pages, move_pages, write_kv
 from tests.pallas.paged import get, put, view
 
 
@@ -55,6 +55,21 @@ def test_load_pages_copies_the_first_count(count, per_huge):
     expected = pool.copy().reshape(-1, words)
     expected[targets[:count]] = host[sources[:count]]
     assert (got.reshape(-1, words) == expected).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+@pytest.mark.parametrize("per_huge", [1, 3])
+def test_move_pages_moves_the_first_count_in_order(count, per_huge):
+    rng = np.random.default_rng(1)
+    v = view("expert", (5, 8), "bfloat16")
+    pool = rng.integers(0, 1 << 16, (6, v.stride * per_huge), dtype=np.uint16)
+    sources = rng.permutation(6 * per_huge)[:5].astype(np.int32)
+    targets = np.roll(sources, 2)  # pages that are left are taken again
+    got = np.asarray(jax.jit(move_pages, static_argnums=1)(pool, v, sources, targets, np.int32(count)))
+    expected = pool.copy().reshape(-1, v.stride)
+    for source, target in zip(sources[:count], targets[:count], strict=True):
+        expected[target] = expected[source]
+    assert (got.reshape(-1, v.stride) == expected).all()
 
 
 def test_errors():

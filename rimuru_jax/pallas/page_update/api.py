@@ -1,4 +1,4 @@
-"""Page writes: checks and choice of implementation."""
+"""Page writes and moves: checks and choice of implementation."""
 
 from jaxtyping import Array, Int32
 
@@ -52,3 +52,21 @@ def load_pages(
             f"host pages of {host_pages.shape[1]} words do not divide huge pages of {pool.shape[1]} words"
         )
     return reference.load_pages(pool, host_pages, sources, targets, count)
+
+
+def move_pages(
+    pool: Pool,
+    view: MemoryView,
+    sources: Int32[Array, " n"],
+    targets: Int32[Array, " n"],
+    count: Int32[Array, ""],
+    *,
+    implementation: Implementation | None = None,
+) -> Pool:
+    """Copy pages `sources[:count]` of the pool to `targets[:count]`, one after another; `count` is a run-time value."""
+    resolve("page_update", implementation, ("reference",))
+    if pool.shape[1] % view.stride:
+        raise ValueError(
+            f"{view.kind} pages of {view.stride} words do not divide huge pages of {pool.shape[1]}"
+        )
+    return reference.move_pages(pool, view, sources, targets, count)

@@ -40,3 +40,22 @@ def load_pages(
         return lax.dynamic_update_slice(pool, page, (target // per_huge, target % per_huge * words))
 
     return lax.fori_loop(jnp.int32(0), count, load, pool)
+
+
+def move_pages(
+    pool: Pool,
+    view: MemoryView,
+    sources: Int32[Array, " n"],
+    targets: Int32[Array, " n"],
+    count: Int32[Array, ""],
+) -> Pool:
+    per_huge = pool.shape[1] // view.stride
+
+    def place(page: Array) -> tuple[Array, Array]:
+        return page // per_huge, page % per_huge * view.stride
+
+    def move(i, pool):
+        page = lax.dynamic_slice(pool, place(sources[i]), (1, view.words))
+        return lax.dynamic_update_slice(pool, page, place(targets[i]))
+
+    return lax.fori_loop(jnp.int32(0), count, move, pool)
