@@ -25,7 +25,7 @@ from rimuru_jax.host.page_tables import PageTables
 from rimuru_jax.host.pool_plan import PoolPlan, choose_layout, plan_pool
 from rimuru_jax.host.request import Request
 from rimuru_jax.host.scheduler import ScheduledChunk, Scheduler, SchedulerConfig, StepPlan
-from rimuru_jax.models.checkpoint import load_checkpoint
+from rimuru_jax.models.checkpoint import LoadedModel, load_checkpoint
 from rimuru_jax.models.config import ElementBytes, ModelConfig
 from rimuru_jax.models.context import ModelSpec
 from rimuru_jax.models.default_model import DEFAULT_POOL_BYTES, cache_dir, default_model_path
@@ -54,7 +54,8 @@ class Engine:
     """Serves one model.
 
     Args:
-        model: a Hugging Face or packed model folder; None: the embedded default model.
+        model: a Hugging Face or packed model folder; a model in memory (see `models.hybrid`), whose parameters are
+            taken out of it; None: the embedded default model.
         progress: called while the model is built and loaded.
         config: fields of `EngineConfig`.
 
@@ -62,24 +63,34 @@ class Engine:
     """
 
     def __init__(
-        self, model: str | Path | None = None, *, progress: LoadProgress | None = None, **config: Any
+        self,
+        model: str | Path | LoadedModel | None = None,
+        *,
+        progress: LoadProgress | None = None,
+        **config: Any,
     ):
         self.config = _engine_config(config)
         report = progress or (lambda fraction, text: None)
-        if model is None:
-            folder = default_model_path(report)
+        folder = None
+        if isinstance(model, LoadedModel):
+            self.model_config = model.config
+            _check_dtype(model, self.config.dtype)
         else:
-            folder = Path(model)
-        self.model_config = parse_config(read_config(folder))
-        self.tokenizer_folder = Path(self.config.tokenizer or folder)
-        self.tokenizer = load_tokenizer(self.tokenizer_folder)
-        self._eos_token_ids = read_eos_token_ids(folder)
+            folder = default_model_path(report) if model is None else Path(model)
+            self.model_config = parse_config(read_config(folder))
+        tokenizer_folder = self.config.tokenizer or folder
+        self.tokenizer_folder = Path(tokenizer_folder) if tokenizer_folder else None
+        self.tokenizer = load_tokenizer(self.tokenizer_folder) if self.tokenizer_folder else None
+        self._eos_token_ids = read_eos_token_ids(folder) if folder else self.model_config.eos_token_ids
         fallback = DEFAULT_POOL_BYTES if model is None else None
         self.plan = plan_for(self.model_config, self.config, fallback)
         profile = hotset_profile(self.model_config, self.config.expert_hotset_path)
 
         _use_compilation_cache()
-        loaded = load_checkpoint(folder, self.config.dtype, report, self.config.verify_checkpoint)
+        loaded = model
+        if folder is not None:
+            loaded = load_checkpoint(folder, self.config.dtype, report, self.config.verify_checkpoint)
+        assert isinstance(loaded, LoadedModel)
         report(1.0, "placing experts")
         self._build(stack_params(self.model_config, loaded.params), loaded.host_pages, profile)
         self._states: dict[str, RequestState] = {}
@@ -487,6 +498,15 @@ def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
     if unknown:
         raise ValueError(f"unknown engine arguments {', '.join(unknown)}; there are {', '.join(known)}")
     return EngineConfig(**arguments)
+
+
+def _check_dtype(model: LoadedModel, dtype: str) -> None:
+    if not all(model.params["layers"]):
+        raise ValueError("this model in memory was given to an engine before; make it anew")
+    if (given := model.params["embedding"].dtype) != dtype:
+        raise ValueError(
+            f"the model in memory has weights in {given}, but dtype is {dtype}; set it to {given}"
+        )
 
 
 def _use_compilation_cache() -> None:

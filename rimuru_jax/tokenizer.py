@@ -355,8 +355,13 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     )
 
 
-def require_tokenizer(tokenizer: Tokenizer | None, folder: str | Path) -> Tokenizer:
-    """``tokenizer``, or a ValueError that says what to do when the model at ``folder`` has none."""
+def require_tokenizer(tokenizer: Tokenizer | None, folder: str | Path | None) -> Tokenizer:
+    """``tokenizer``, or a ValueError that says what to do when the model at ``folder`` (None: in memory) has none."""
+    if tokenizer is None and folder is None:
+        raise ValueError(
+            "a model in memory has no tokenizer, so it cannot handle text; send prompts as token ids with "
+            "detokenize=False, or name a folder with a tokenizer.json as the engine's tokenizer"
+        )
     if tokenizer is None:
         raise ValueError(
             f"{folder} has no tokenizer.json, so it cannot handle text; "
