@@ -2,12 +2,8 @@
 
 import gc
 import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
-
-# Most of the time goes into code generation, a third of it into optimisations that tiny models do not need.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=1"
 
 import jax
 import pytest
