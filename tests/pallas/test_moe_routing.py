@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rimuru_jax.pallas.moe_routing import group_tokens, route
-from rimuru_jax.pallas.paged_moe.api import token_tile
+from rimuru_jax.pallas.paged_moe.reference import token_tile
 
 
 @pytest.mark.parametrize("normalize", [False, True])

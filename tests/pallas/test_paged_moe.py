@@ -50,9 +50,11 @@ class Experts:
     pages: np.ndarray  # [experts, matrices]
 
     @classmethod
-    def random(cls, dtype: str, experts=6, matrices=3, f=16, d=24, seed=0) -> "Experts":
+    def random(
+        cls, dtype: str, experts=6, matrices=3, f=16, d=24, seed=0, stride: int | None = None
+    ) -> "Experts":
         rng = np.random.default_rng(seed)
-        v = view("expert", (f, d), dtype)
+        v = view("expert", (f, d), dtype, stride)
         weights = (rng.normal(size=(experts, matrices, f, d)) * 0.3).astype(v.dtype)
         pool = poisoned_pool(PAGES, v.stride)
         pages = rng.permutation(np.arange(1, PAGES))[: experts * matrices].reshape(experts, matrices)

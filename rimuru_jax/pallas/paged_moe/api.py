@@ -6,16 +6,19 @@ from rimuru_jax.array_types import Hidden, HostPages, Pool
 from rimuru_jax.pallas.implementation import Implementation, resolve
 from rimuru_jax.pallas.memory_view import MemoryView
 from rimuru_jax.pallas.moe_routing import Routing
-from rimuru_jax.pallas.paged_moe import reference
+from rimuru_jax.pallas.paged_moe import mosaic_gpu, reference
+
+AVAILABLE = ("reference", "mosaic_gpu")
 
 MATRICES = {"silu": 3, "clamped_swiglu": 3, "relu2": 2}
 """Matrices of an expert, by activation."""
 
 
 def token_tile(pairs: int, num_experts: int) -> int:
-    """Rows of a tile: about the mean number of tokens per expert, a power of two up to 64."""
-    mean = max(1, pairs // num_experts)
-    return min(64, 1 << (mean - 1).bit_length())
+    """Rows of a tile that suit the implementation this device has: a power of two."""
+    if resolve("paged_moe", None, AVAILABLE) == "mosaic_gpu":
+        return mosaic_gpu.token_tile(pairs, num_experts)
+    return reference.token_tile(pairs, num_experts)
 
 
 def paged_moe(
@@ -53,7 +56,6 @@ def paged_moe(
             "relu2", with two matrices: relu(w1 @ x)^2
         biases: added to g and u, and to w2 @ h.
     """
-    resolve("paged_moe", implementation, ("reference",))
     if activation not in MATRICES:
         raise ValueError(f"activation is {activation!r}, it must be one of {', '.join(map(repr, MATRICES))}")
     if len(view.page_shape) != 2 or view.page_shape[1] != hidden.shape[1]:
@@ -63,6 +65,14 @@ def paged_moe(
     if table.shape[1] != MATRICES[activation]:
         raise ValueError(
             f"an expert has {table.shape[1]} matrices, but {activation!r} takes {MATRICES[activation]}"
+        )
+    tile = routing.row_tokens.shape[0] // routing.tile_experts.shape[0]
+    refusal = mosaic_gpu.refusal(view, hidden.dtype, table.shape[1], tile, host_pages.shape[1])
+    if activation != "silu" or biases is not None:
+        refusal = f"experts are {activation}{' with biases' if biases else ''}, but silu without is wanted"
+    if resolve("paged_moe", implementation, AVAILABLE, refusal=refusal) == "mosaic_gpu":
+        return mosaic_gpu.paged_moe(
+            hidden, weights, routing, pool, view, host_pages, table, first_host_page
         )
     return reference.paged_moe(
         hidden,

@@ -15,6 +15,12 @@ from rimuru_jax.pallas.memory_view import MemoryView
 from rimuru_jax.pallas.moe_routing import Routing
 
 
+def token_tile(pairs: int, num_experts: int) -> int:
+    """Rows of a tile: about the mean number of tokens per expert, a power of two up to 64."""
+    mean = max(1, pairs // num_experts)
+    return min(64, 1 << (mean - 1).bit_length())
+
+
 def paged_moe(
     hidden: Hidden,
     weights: Float[Array, "T K"],

@@ -1,0 +1,374 @@
+"""Routed experts over pages on Hopper GPUs (Mosaic GPU).
+
+Two launches of one persistent kernel between two small XLA fusions:
+
+    hidden [T, d] --gather--> x [rows, d] --gate/up, SiLU--> h [rows, f] --down--> y [rows, d] --weighted sum--> [T, d]
+
+Rows are the (token, expert) pairs sorted by expert, each expert's share padded to whole tiles. A work item is one tile
+of tokens times one block of weight rows; block b of the grid takes items b, b + blocks, ... In a block one warpgroup
+fetches: it walks through the k steps of all its items and keeps `stages` of them in flight, across items, so that
+memory does not wait for epilogues. The other warpgroups multiply:
+
+    fetching     | w(0) x(0) | w(1) x(1) | ...      slots of shared memory, `full` when they have arrived,
+    multiplying  |           | w(0) x(0) | ...      `empty` once every multiplying warpgroup has read them
+
+Where a page lies, in the pool or in page-locked host memory, only the fetching warpgroup sees. The products and their
+order stay the same, hence the bits. Loading buffers of the next layer, when they come, are filled by further blocks of
+the gate/up launch, which copy host pages to pool pages through the pool's Ref and take no items.
+
+Few tokens per expert: the weights are the M side of wgmma (64 rows per warpgroup), the tokens its N side, and the
+result is turned on its way to shared memory. Many: the tokens are the M side, and a warpgroup whose rows only fill
+the tile skips its products.
+
+Rows that only fill a tile hold zeros. Tiles past `num_tiles` cost nothing, and what lies in their rows is never read.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
+
+from rimuru_jax.array_types import Hidden, HostPages, Pool
+from rimuru_jax.pallas.memory_view import MemoryView
+from rimuru_jax.pallas.moe_routing import Routing
+
+GRANULE = 64
+"""Rows of the M side of one wgmma; also what widths must be multiples of."""
+
+TILES = (8, 16, 32, 64, 128)
+"""Token tiles the kernel has a form for."""
+
+REGISTERS = 65536 // 128
+"""Registers of a multiprocessor for each thread of one warpgroup."""
+
+FETCH_REGISTERS = 40
+SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory a block may use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Tile sizes of one launch."""
+
+    weights_first: bool
+    """The weights, not the tokens, are the M side of the products."""
+    block: int
+    """Weight rows of a work item, of each matrix."""
+    depth: int
+    """Elements of the contracted axis per k step."""
+    stages: int
+    """k steps in flight."""
+    warpgroups: int
+    """Multiplying warpgroups: they share the M side, 64 rows each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """How one call of `paged_moe` is computed."""
+
+    gate_up: Launch
+    down: Launch
+    blocks: int
+    """Blocks of either grid, at most one for each multiprocessor."""
+
+
+def token_tile(pairs: int, num_experts: int) -> int:
+    """Rows of a tile: twice the mean number of tokens per expert, so that most experts are read for one tile only."""
+    mean = max(1, pairs // num_experts)
+    return min(TILES[-1], max(TILES[0], 1 << (2 * mean - 1).bit_length()))
+
+
+def refusal(
+    view: MemoryView, hidden_dtype: jnp.dtype, matrices: int, tile: int, host_words: int
+) -> str | None:
+    """Why these operands have no kernel, or None."""
+    f, d = view.page_shape
+    if view.dtype != jnp.bfloat16 or hidden_dtype != jnp.bfloat16:
+        return f"weights are {view.dtype} and hidden states {hidden_dtype}, but bfloat16 is wanted"
+    if matrices != 3:
+        return f"experts have {matrices} matrices, but 3 are wanted"
+    if f % GRANULE or d % GRANULE:
+        return f"expert matrices are {f} x {d}, but multiples of {GRANULE} are wanted"
+    if any(words % row for words in (view.stride, host_words) for row in (f, d)):
+        return f"pages of {view.stride} and {host_words} words are no multiples of rows of {f} and {d}"
+    if tile not in TILES:
+        return f"tiles have {tile} tokens, but one of {', '.join(map(str, TILES))} is wanted"
+    return None
+
+
+def choose_config(tile: int, f: int, d: int, multiprocessors: int) -> Config:
+    """A good configuration for tiles of `tile` tokens of experts of `f` x `d`."""
+
+    def launch(matrices: int, width: int, contracted: int) -> Launch:
+        if tile == 128:
+            weights_first, warpgroups = False, 2
+            block = next(b for b in (256 // matrices, 128, 64) if width % b == 0)
+            depth = 64
+        else:
+            weights_first, warpgroups, block = True, 1, 64
+            depth = 128 if contracted % 128 == 0 else 64
+        step_bytes = (matrices * block + tile) * depth * 2
+        result_bytes = tile * block * 2
+        stages = min(8, (SHARED_MEMORY - result_bytes - 1024) // step_bytes)
+        return Launch(
+            weights_first=weights_first, block=block, depth=depth, stages=stages, warpgroups=warpgroups
+        )
+
+    return Config(gate_up=launch(2, f, d), down=launch(1, d, f), blocks=multiprocessors)
+
+
+def paged_moe(
+    hidden: Hidden,
+    weights: Float[Array, "T K"],
+    routing: Routing,
+    pool: Pool,
+    view: MemoryView,
+    host_pages: HostPages,
+    table: Int32[Array, "E M"],
+    first_host_page: Int32[Array, ""],
+    *,
+    config: Config | None = None,
+) -> Hidden:
+    f, d = view.page_shape
+    rows = routing.row_tokens.shape[0]
+    if config is None:
+        tile = rows // routing.tile_experts.shape[0]
+        config = choose_config(tile, f, d, getattr(jax.devices()[0], "core_count", 132))
+
+    def pages(words: Array, shape: tuple[int, int], stride: int) -> Array:
+        return MemoryView(kind=view.kind, page_shape=shape, dtype=view.dtype, stride=stride).typed(words)
+
+    def product(x: Array, matrices: Sequence[int], shape: tuple[int, int], launch: Launch) -> Array:
+        return _grouped_product(
+            x,
+            routing,
+            pages(pool, shape, view.stride),
+            pages(host_pages, shape, host_pages.shape[1]),
+            table,
+            first_host_page,
+            matrices=matrices,
+            width=shape[0],
+            launch=launch,
+            blocks=config.blocks,
+        )
+
+    x = hidden.at[routing.row_tokens].get(mode="fill", fill_value=0)
+    h = product(x, (0, 1), (f, d), config.gate_up)
+    y = product(h, (2,), (d, f), config.down)
+
+    # One choice after the other: a token's sum never depends on where weights are or who else is there. Padding tokens
+    # have no row, and their weights may be anything.
+    mixed = jnp.zeros(hidden.shape, jnp.float32)
+    for k in range(weights.shape[1]):
+        row = routing.pair_rows[:, k]
+        part = weights[:, k, None] * y.at[row].get(mode="clip").astype(jnp.float32)
+        mixed += jnp.where((row < rows)[:, None], part, 0)
+    return mixed.astype(hidden.dtype)
+
+
+def _grouped_product(
+    x: Float[Array, "rows k"],
+    routing: Routing,
+    pool: Float[Array, "pages page_rows k"],
+    host: Float[Array, "host_pages host_rows k"],
+    table: Int32[Array, "E M"],
+    first_host_page: Int32[Array, ""],
+    *,
+    matrices: Sequence[int],
+    width: int,
+    launch: Launch,
+    blocks: int,
+) -> Float[Array, "rows width"]:
+    """`x @ w^T` with the matrix of each tile's expert, of two matrices `silu(x @ w1^T) * (x @ w3^T)`.
+
+    Pages hold `width` rows of weights, and possibly more that are padding.
+    """
+    rows, contracted = x.shape
+    tile = rows // routing.tile_experts.shape[0]
+    tokens, matrices_per_expert = routing.pair_rows.shape[0], table.shape[1]
+    warpgroups, stages, depth, block = launch.warpgroups, launch.stages, launch.depth, launch.block
+    column_blocks, k_steps = width // block, contracted // depth
+    # What one warpgroup multiplies and stores.
+    if launch.weights_first:
+        part_rows, part_cols = tile, block // warpgroups
+        accumulator = plgpu.ACC((part_cols, part_rows))
+    else:
+        part_rows, part_cols = tile // warpgroups, block
+        accumulator = plgpu.ACC((part_rows, part_cols))
+
+    def slot(turn):
+        return lax.rem(turn, jnp.int32(stages))
+
+    def body(
+        tile_experts,  # [tiles]
+        row_tokens,  # [rows]
+        num_tiles,  # [1]
+        table,  # [E, M]
+        first_host,  # [1]
+        x,  # [rows, k]
+        pool,  # [pages, page rows, k]
+        host,  # [host pages, host rows, k]
+        out,  # [rows, width]
+        w_smem,  # [stages, matrices, block, depth]
+        x_smem,  # [stages, tile, depth]
+        out_smem,  # [warpgroups, part rows, part cols]
+        full,  # [stages] barriers: one arrival per copy
+        empty,  # [stages] barriers: one arrival per multiplying warpgroup
+    ):
+        grid_index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        items = num_tiles[0] * column_blocks
+        mine = lax.div(items - grid_index + (blocks - 1), jnp.int32(blocks))
+
+        def for_each_item(do: Callable[..., Array]) -> Array:
+            """`turn = do(token tile, column block, turn)` for the items of this block; the turns taken."""
+
+            def step(i, turn):
+                item = grid_index + i * blocks
+                return do(
+                    lax.div(item, jnp.int32(column_blocks)), lax.rem(item, jnp.int32(column_blocks)), turn
+                )
+
+            return lax.fori_loop(jnp.int32(0), mine, step, jnp.int32(0))
+
+        @pl.when(warpgroup == warpgroups)
+        def _fetch():
+            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+
+            def wait_for_slot(turn):
+                @pl.when(turn >= stages)
+                def _():
+                    plgpu.barrier_wait(empty.at[slot(turn)])
+
+            def fetch(item_tile, column_block, turn):
+                expert = tile_experts[item_tile]
+                w_rows = pl.ds(column_block * block, block)
+                x_rows = pl.ds(item_tile * tile, tile)
+                places = [
+                    (j, table[expert, m], first_host[0] + expert * matrices_per_expert + m)
+                    for j, m in enumerate(matrices)
+                ]
+
+                def step(k, turn):
+                    wait_for_slot(turn)
+                    here, columns = slot(turn), pl.ds(k * depth, depth)
+
+                    def copy(source, target):
+                        plgpu.copy_gmem_to_smem(source, target.at[here], full.at[here])
+
+                    for j, page, host_page in places:
+                        target = w_smem.at[:, j]
+                        pl.when(page >= 0)(lambda p=page, t=target: copy(pool.at[p, w_rows, columns], t))
+                        pl.when(page < 0)(lambda p=host_page, t=target: copy(host.at[p, w_rows, columns], t))
+                    copy(x.at[x_rows, columns], x_smem)
+                    return turn + 1
+
+                return lax.fori_loop(0, k_steps, step, turn)
+
+            turns = for_each_item(fetch)
+            pl.loop(turns, turns + stages)(wait_for_slot)  # every phase of a barrier is waited for
+
+        @pl.when(warpgroup < warpgroups)
+        def _multiply():
+            per_thread = (REGISTERS - FETCH_REGISTERS) // warpgroups // 8 * 8
+            plgpu.set_max_registers(min(per_thread, 248), action="increase")
+
+            def operands(here, j):
+                if launch.weights_first:
+                    part = pl.ds(warpgroup * part_cols, part_cols)
+                    return w_smem.at[here, j, part], x_smem.at[here].transpose((1, 0))
+                part = pl.ds(warpgroup * part_rows, part_rows)
+                return x_smem.at[here, part], w_smem.at[here, j].transpose((1, 0))
+
+            def multiply(item_tile, column_block, turn):
+                first_row, first_col = item_tile * tile, column_block * block
+                if launch.weights_first:
+                    first_col += warpgroup * part_cols
+                else:
+                    first_row += warpgroup * part_rows
+
+                def products(*accumulators):
+                    @pl.loop(0, k_steps)
+                    def _step(k):
+                        here = slot(turn + k)
+                        plgpu.barrier_wait(full.at[here])
+                        for j, acc in enumerate(accumulators):
+                            plgpu.wgmma(acc, *operands(here, j))
+                        plgpu.wgmma_wait(len(matrices))  # all but this step's products are done
+
+                        @pl.when(k > 0)
+                        def _():
+                            plgpu.barrier_arrive(empty.at[slot(turn + k - 1)])
+
+                    values = [acc[...] for acc in accumulators]
+                    plgpu.barrier_arrive(empty.at[slot(turn + (k_steps - 1))])
+                    return values
+
+                def compute():
+                    values = pl.run_scoped(products, *[accumulator] * len(matrices))
+                    if len(matrices) == 2:
+                        gate, up = values
+                        result = gate / (1 + jnp.exp(-gate)) * up
+                    else:
+                        (result,) = values
+                    # The last item's result may still be on its way out.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    staged = out_smem.at[warpgroup]
+                    turned = staged.transpose((1, 0)) if launch.weights_first else staged
+                    turned[...] = result.astype(out.dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(
+                        staged, out.at[pl.ds(first_row, part_rows), pl.ds(first_col, part_cols)]
+                    )
+
+                def skip():
+                    @pl.loop(0, k_steps)
+                    def _step(k):
+                        here = slot(turn + k)
+                        plgpu.barrier_wait(full.at[here])
+                        plgpu.barrier_arrive(empty.at[here])
+
+                if launch.weights_first:
+                    compute()
+                else:
+                    # Rows are filled from the first on, so the first row of a part tells of all.
+                    live = row_tokens[first_row] < tokens
+                    pl.when(live)(compute)
+                    pl.when(jnp.logical_not(live))(skip)
+                return turn + k_steps
+
+            for_each_item(multiply)
+            plgpu.wait_smem_to_gmem(0)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((rows, width), x.dtype),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=[
+            plgpu.SMEM((stages, len(matrices), block, depth), x.dtype),
+            plgpu.SMEM((stages, tile, depth), x.dtype),
+            plgpu.SMEM((warpgroups, part_rows, part_cols), x.dtype),
+            plgpu.Barrier(num_arrivals=len(matrices) + 1, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        ],
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
+        ),
+    )
+    return kernel(
+        routing.tile_experts,
+        routing.row_tokens,
+        routing.num_tiles.reshape(1),
+        table,
+        first_host_page.reshape(1),
+        x,
+        pool,
+        host,
+    )

@@ -1,0 +1,335 @@
+"""The Mosaic GPU kernel of routed experts: its numbers in the GPU interpreter, its code for real shapes, its refusals.
+
+Tests marked gpu compare it with a float32 product on the card.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rimuru_jax.host.expert_cache import HOST
+from rimuru_jax.pallas.memory_view import MemoryView
+from rimuru_jax.pallas.moe_routing import group_tokens
+from rimuru_jax.pallas.paged_moe import mosaic_gpu, paged_moe
+from rimuru_jax.pallas.paged_moe.mosaic_gpu import Config, Launch
+from tests.pallas.paged import NAN_WORD, poisoned_pool
+from tests.pallas.test_paged_moe import PAGES, Experts, all_valid, tokens
+
+# Inner activation, expert output and sum are each rounded to bfloat16: a relative error of 2^-9 at most, 1.1e-3 in the
+# mean square, so about 2e-3 together.
+TOLERANCE = 5e-3
+
+
+def launch(weights_first: bool, block: int, warpgroups: int, depth: int = 64, stages: int = 2) -> Launch:
+    return Launch(weights_first=weights_first, block=block, warpgroups=warpgroups, depth=depth, stages=stages)
+
+
+def config(weights_first: bool, block: int, warpgroups: int, **sizes: int) -> Config:
+    """The same sizes for both launches, and few enough blocks that each takes several items."""
+    both = launch(weights_first, block, warpgroups, **sizes)
+    return Config(gate_up=both, down=both, blocks=3)
+
+
+FORMS = {
+    "weights first": (8, config(True, 64, 1)),
+    "weights first, two warpgroups, deep": (16, config(True, 128, 2, depth=128, stages=3)),
+    "tokens first": (128, config(False, 64, 2)),
+}
+forms = pytest.mark.parametrize(("tile", "sizes"), FORMS.values(), ids=FORMS)
+
+
+@functools.partial(jax.jit, static_argnames=("view", "tile", "sizes"))
+def _run(x, mix, chosen, valid, pool, host, table, *, view: MemoryView, tile: int, sizes: Config | None):
+    experts, matrices = table.shape
+    routing = group_tokens(chosen, valid, experts, tile=tile)
+    first = jnp.int32(experts * matrices)
+    return mosaic_gpu.paged_moe(x, mix, routing, pool, view, host, table, first, config=sizes)
+
+
+def interpret(experts: Experts, x, mix, chosen, valid, tile, sizes, *, table=None, pool=None) -> np.ndarray:
+    """What the kernel computes, with the race detector on and unwritten memory full of NaN."""
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        out = _run(
+            jnp.asarray(x, jnp.bfloat16),
+            jnp.asarray(mix),
+            jnp.asarray(chosen),
+            jnp.asarray(valid),
+            jnp.asarray(experts.pool if pool is None else pool),
+            jnp.asarray(experts.host),
+            jnp.asarray(experts.pages if table is None else table),
+            view=experts.view,
+            tile=tile,
+            sizes=sizes,
+        )
+    return np.asarray(out)
+
+
+@forms
+@pytest.mark.parametrize("count", [1, 21])
+def test_equals_the_loop(tile, sizes, count):
+    experts = Experts.random("bfloat16", f=128, d=128)
+    x, mix, chosen = tokens(count, 5, 3, 128)  # expert 5 is never chosen
+    got = interpret(experts, x, mix, chosen, all_valid(count), tile, sizes).astype(np.float64)
+    wanted = experts.loop(x, mix, chosen)
+    assert np.linalg.norm(got - wanted) <= TOLERANCE * np.linalg.norm(wanted)
+
+
+def test_experts_of_several_tiles():
+    experts = Experts.random("bfloat16", experts=2, f=64, d=128)
+    x, mix, chosen = tokens(50, 2, 1, 128)
+    got = interpret(experts, x, mix, chosen, all_valid(50), 8, config(True, 64, 1)).astype(np.float64)
+    wanted = experts.loop(x, mix, chosen)
+    assert np.linalg.norm(got - wanted) <= TOLERANCE * np.linalg.norm(wanted)
+
+
+@forms
+def test_padding_tokens_and_foreign_pages_change_nothing(tile, sizes):
+    """Padding tokens of NaN with NaN weights, and a pool of NaN wherever no chosen expert lies."""
+    experts = Experts.random("bfloat16", f=128, d=128)
+    x, mix, chosen = tokens(10, 5, 3, 128)
+    wanted = interpret(experts, x, mix, chosen, np.arange(10) < 7, tile, sizes)
+    x[7:], mix[7:] = np.nan, np.nan
+    experts.pool[experts.pages[5]] = NAN_WORD
+    got = interpret(experts, x, mix, chosen, np.arange(10) < 7, tile, sizes)
+    assert np.isfinite(wanted.astype(np.float32)).all()
+    assert (got == wanted).all()
+    assert (got[7:] == 0).all()
+
+
+@forms
+def test_bit_equal_wherever_the_pages_are(tile, sizes):
+    """Law 11: identity table, shuffled pages, host, and a mix with the matrices of one expert apart."""
+    experts = Experts.random("bfloat16", f=128, d=128)
+    x, mix, chosen = tokens(9, 6, 3, 128)
+    run = functools.partial(interpret, experts, x, mix, chosen, all_valid(9), tile, sizes)
+    shuffled = run()
+
+    identity = np.arange(1, 19, dtype=np.int32).reshape(6, 3)
+    pool = poisoned_pool(PAGES, experts.view.stride)
+    pool[1:19] = experts.host[18:]
+    assert (run(table=identity, pool=pool) == shuffled).all()
+
+    nothing = poisoned_pool(PAGES, experts.view.stride)
+    assert (run(table=np.full((6, 3), HOST, np.int32), pool=nothing) == shuffled).all()
+
+    away = np.random.default_rng(3).integers(0, 2, (6, 3)) == 1
+    pool = experts.pool.copy()
+    pool[experts.pages[away]] = NAN_WORD
+    assert (run(table=np.where(away, HOST, experts.pages).astype(np.int32), pool=pool) == shuffled).all()
+
+
+def test_padded_pages():
+    """Page strides beyond the content: whole rows of padding, here NaN, in the pool and on the host."""
+    experts = Experts.random("bfloat16", f=64, d=128, stride=64 * 128 + 3 * 128)
+    x, mix, chosen = tokens(6, 6, 2, 128)
+    table = experts.pages.copy()
+    table[::2] = HOST
+    got = interpret(experts, x, mix, chosen, all_valid(6), 8, config(True, 64, 1), table=table)
+    wanted = experts.loop(x, mix, chosen)
+    assert np.linalg.norm(got.astype(np.float64) - wanted) <= TOLERANCE * np.linalg.norm(wanted)
+
+
+def shapes(
+    count: int, experts: int, top_k: int, d: int, f: int, pages: int = 4096
+) -> tuple[tuple[jax.ShapeDtypeStruct, ...], MemoryView]:
+    """Arguments of `_run` as shapes, and the view of the expert pages."""
+    spec = jax.ShapeDtypeStruct
+    args = (
+        spec((count, d), jnp.bfloat16),
+        spec((count, top_k), jnp.float32),
+        spec((count, top_k), jnp.int32),
+        spec((count,), jnp.bool_),
+        spec((pages, f * d), jnp.uint16),
+        spec((48 * experts * 3, f * d), jnp.uint16),
+        spec((experts, 3), jnp.int32),
+    )
+    view = MemoryView(kind="expert", page_shape=(f, d), dtype=jnp.dtype(jnp.bfloat16), stride=f * d)
+    return args, view
+
+
+QWEN3_30B = {"experts": 128, "top_k": 8, "d": 2048, "f": 768}
+QWEN15_MOE = {"experts": 60, "top_k": 4, "d": 2048, "f": 1408}
+
+
+@pytest.mark.parametrize("model", [QWEN3_30B, QWEN15_MOE], ids=["qwen3-30b-a3b", "qwen1.5-moe"])
+@pytest.mark.parametrize("count", [1, 64, 256, 8192])
+def test_lowers_for_real_shapes(model, count):
+    """Layouts and types pass the compiler up to device code; no GPU is needed for that."""
+    args, view = shapes(count, **model)
+    tile = mosaic_gpu.token_tile(count * model["top_k"], model["experts"])
+    lowered = _run.trace(*args, view=view, tile=tile, sizes=None).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu") >= 2
+
+
+@pytest.mark.parametrize("tile", mosaic_gpu.TILES)
+@pytest.mark.parametrize("f", [64, 192, 512, 768, 1024, 1408, 14336])
+@pytest.mark.parametrize("d", [64, 320, 2048, 4096])
+def test_every_shape_has_a_configuration(tile, f, d):
+    chosen = mosaic_gpu.choose_config(tile, f, d, 132)
+    for sizes, width, contracted, matrices in ((chosen.gate_up, f, d, 2), (chosen.down, d, f, 1)):
+        assert width % sizes.block == 0 and contracted % sizes.depth == 0
+        m_side = sizes.block if sizes.weights_first else tile
+        assert m_side == 64 * sizes.warpgroups
+        slot = (matrices * sizes.block + tile) * sizes.depth * 2
+        assert sizes.stages >= 2 and sizes.stages * slot + tile * sizes.block * 2 < 227 * 1024
+
+
+def test_tiles_hold_the_tokens_of_most_experts():
+    assert [mosaic_gpu.token_tile(pairs, 16) for pairs in (1, 64, 65, 160, 1024, 1 << 20)] == [
+        8,
+        8,
+        8,
+        32,
+        128,
+        128,
+    ]
+
+
+def refused(**changes) -> str | None:
+    view = MemoryView(kind="expert", page_shape=(128, 64), dtype=jnp.dtype(jnp.bfloat16), stride=128 * 64)
+    fields = ("page_shape", "dtype", "stride")
+    view = dataclasses.replace(view, **{k: v for k, v in changes.items() if k in fields})
+    rest = {"hidden_dtype": jnp.dtype(jnp.bfloat16), "matrices": 3, "tile": 8, "host_words": 128 * 64}
+    return mosaic_gpu.refusal(view, **rest | {k: v for k, v in changes.items() if k not in fields})
+
+
+def test_refusals_name_what_is_wrong():
+    assert refused() is None
+    cases = (
+        (dict(hidden_dtype=jnp.dtype(jnp.float32)), "hidden states float32, but bfloat16"),
+        (dict(matrices=2), "2 matrices, but 3"),
+        (dict(page_shape=(96, 64)), "96 x 64, but multiples of 64"),
+        (dict(stride=128 * 64 + 64), "pages of 8256 and 8192 words are no multiples of rows of 128 and 64"),
+        (dict(tile=4), "4 tokens, but one of 8, 16"),
+    )
+    for changes, reason in cases:
+        assert reason in (refused(**changes) or "")
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="what happens without a GPU")
+def test_naming_it_without_a_gpu_is_an_error():
+    experts = Experts.random("bfloat16", f=64, d=64)
+    x, mix, chosen = tokens(2, 6, 3, 64)
+    routing = group_tokens(jnp.asarray(chosen), jnp.ones(2, bool), 6, tile=8)
+    with pytest.raises(ValueError, match="paged_moe cannot run as 'mosaic_gpu': it needs a GPU"):
+        paged_moe(
+            jnp.asarray(x, jnp.bfloat16),
+            jnp.asarray(mix),
+            routing,
+            jnp.asarray(experts.pool),
+            experts.view,
+            jnp.asarray(experts.host),
+            jnp.asarray(experts.pages),
+            jnp.int32(0),
+            implementation="mosaic_gpu",
+        )
+
+
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a CUDA device"),
+]
+
+
+class OnCard:
+    """Random experts of layer 1 of 2 at the far end of a pool of NaN that has more than 2^31 elements."""
+
+    def __init__(self, experts: int, top_k: int, d: int, f: int, seed: int = 0):
+        self.experts, self.top_k, self.d, self.f = experts, top_k, d, f
+        self.rng = np.random.default_rng(seed)
+        pages = 2**31 // (f * d) + 3 * experts + 9
+        ids = pages - 1 - self.rng.permutation(3 * experts + 8)[: 3 * experts]
+        self.table = jnp.asarray(ids.reshape(experts, 3), jnp.int32)
+        self.view = shapes(1, experts, top_k, d, f)[1]
+
+        @jax.jit
+        def build(key):
+            w = jax.random.normal(key, (3 * experts, f * d), jnp.bfloat16) * jnp.bfloat16(0.02)
+            words = jax.lax.bitcast_convert_type(w, jnp.uint16)
+            pool = jnp.full((pages, f * d), NAN_WORD, jnp.uint16).at[jnp.asarray(ids)].set(words)
+            host = jnp.full((6 * experts, f * d), NAN_WORD, jnp.uint16).at[3 * experts :].set(words)
+            return w.reshape(experts, 3, f, d), pool, host
+
+        self.weights, self.pool, self.host = build(jax.random.key(seed))
+
+    def tokens(self, count: int, skew: float):
+        """Hidden states, mixing weights and distinct experts; expert e is chosen like 1 / (e + 1)^skew."""
+        popularity = -skew * np.log(np.arange(1, self.experts + 1))
+        scores = popularity + self.rng.gumbel(size=(count, self.experts))
+        chosen = np.argsort(-scores, axis=1)[:, : self.top_k].astype(np.int32)
+        mix = self.rng.random((count, self.top_k)).astype(np.float32)
+        x = self.rng.normal(size=(count, self.d)).astype(np.float32)
+        return jnp.asarray(x, jnp.bfloat16), jnp.asarray(mix / mix.sum(1, keepdims=True)), jnp.asarray(chosen)
+
+    def run(self, x, mix, chosen, valid, *, table=None, pool=None):
+        tile = mosaic_gpu.token_tile(chosen.size, self.experts)
+        return _run(
+            x,
+            mix,
+            chosen,
+            valid,
+            self.pool if pool is None else pool,
+            self.host,
+            self.table if table is None else table,
+            view=self.view,
+            tile=tile,
+            sizes=None,
+        )
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def dense(self, weights, x, mix, chosen):
+        """Every expert for every token in float32, without any rounding in between."""
+        dot = functools.partial(jnp.matmul, precision="highest", preferred_element_type=jnp.float32)
+        x = x.astype(jnp.float32)
+
+        def add_expert(e, total):
+            w1, w3, w2 = weights[e].astype(jnp.float32)
+            h = jax.nn.silu(dot(x, w1.T)) * dot(x, w3.T)
+            share = jnp.sum(jnp.where(chosen == e, mix, 0), axis=1, keepdims=True)
+            return total + share * dot(h, w2.reshape(self.d, self.f).T)
+
+        return jax.lax.fori_loop(0, self.experts, add_expert, jnp.zeros(x.shape, jnp.float32))
+
+
+@pytest.fixture(scope="module", params=[QWEN3_30B, QWEN15_MOE], ids=["qwen3-30b-a3b", "qwen1.5-moe"])
+def on_card(request) -> OnCard:
+    return OnCard(**request.param)
+
+
+class TestOnCard:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("skew", [0.0, 1.2], ids=["uniform", "skewed"])
+    @pytest.mark.parametrize("count", [1, 8, 37, 64, 256, 1000, 4096, 8192])
+    def test_equals_a_dense_float32_product(self, on_card, count, skew):
+        x, mix, chosen = on_card.tokens(count, skew)
+        valid = np.ones(count, bool)
+        got = on_card.run(x, mix, chosen, valid)
+        wanted = on_card.dense(on_card.weights, x, mix, chosen)
+        error = jnp.linalg.norm(got.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
+        assert float(error) <= TOLERANCE
+        assert (got == on_card.run(x, mix, chosen, valid)).all()
+
+    @pytest.mark.parametrize("count", [1, 50, 700, 2000])
+    def test_bit_equal_wherever_the_pages_are(self, on_card, count):
+        x, mix, chosen = on_card.tokens(count, 0.5)
+        valid = np.ones(count, bool)
+        resident = on_card.run(x, mix, chosen, valid)
+        host = jnp.full_like(on_card.table, HOST)
+        away = jnp.asarray(on_card.rng.random(host.shape) < 0.5)
+        for table in (host, jnp.where(away, host, on_card.table)):
+            assert (on_card.run(x, mix, chosen, valid, table=table) == resident).all()
+
+    @pytest.mark.parametrize("count", [16, 300, 2048])
+    def test_padding_tokens_change_nothing(self, on_card, count):
+        x, mix, chosen = on_card.tokens(count, 0.5)
+        valid = np.arange(count) < count * 3 // 4
+        wanted = on_card.run(x, mix, chosen, valid)
+        x, mix = x.at[~valid].set(jnp.nan), mix.at[~valid].set(jnp.nan)
+        got = on_card.run(x, mix, chosen, valid)
+        assert (got == wanted).all() and (got[~valid] == 0).all() and (got[valid] != 0).any()
