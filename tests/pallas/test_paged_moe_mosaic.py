@@ -26,7 +26,9 @@ TOLERANCE = 5e-3
 
 
 def launch(weights_first: bool, block: int, warpgroups: int, depth: int = 64, stages: int = 2) -> Launch:
-    return Launch(weights_first=weights_first, block=block, warpgroups=warpgroups, depth=depth, stages=stages)
+    return Launch(
+        weights_first=weights_first, block=block, warpgroups=warpgroups, depth=depth, stages=stages, store=64
+    )
 
 
 def config(weights_first: bool, block: int, warpgroups: int, **sizes: int) -> Config:
@@ -38,7 +40,7 @@ def config(weights_first: bool, block: int, warpgroups: int, **sizes: int) -> Co
 FORMS = {
     "weights first": (8, config(True, 64, 1)),
     "weights first, two warpgroups, deep": (16, config(True, 128, 2, depth=128, stages=3)),
-    "tokens first": (128, config(False, 64, 2)),
+    "tokens first": (128, config(False, 128, 2)),
 }
 forms = pytest.mark.parametrize(("tile", "sizes"), FORMS.values(), ids=FORMS)
 
@@ -67,6 +69,13 @@ def interpret(experts: Experts, x, mix, chosen, valid, tile, sizes, *, table=Non
             sizes=sizes,
         )
     return np.asarray(out)
+
+
+@pytest.fixture(autouse=True)
+def no_races(capfd):
+    """The race detector of the interpreter only prints."""
+    yield
+    assert "RACE DETECTED" not in capfd.readouterr().out
 
 
 @forms
@@ -176,7 +185,7 @@ def test_every_shape_has_a_configuration(tile, f, d):
         m_side = sizes.block if sizes.weights_first else tile
         assert m_side == 64 * sizes.warpgroups
         slot = (matrices * sizes.block + tile) * sizes.depth * 2
-        assert sizes.stages >= 2 and sizes.stages * slot + tile * sizes.block * 2 < 227 * 1024
+        assert sizes.stages >= 2 and sizes.stages * slot + tile * min(sizes.block, 128) * 2 < 227 * 1024
 
 
 def test_tiles_hold_the_tokens_of_most_experts():
@@ -201,11 +210,11 @@ def refused(**changes) -> str | None:
 def test_refusals_name_what_is_wrong():
     assert refused() is None
     cases = (
-        (dict(hidden_dtype=jnp.dtype(jnp.float32)), "hidden states float32, but bfloat16"),
-        (dict(matrices=2), "2 matrices, but 3"),
-        (dict(page_shape=(96, 64)), "96 x 64, but multiples of 64"),
-        (dict(stride=128 * 64 + 64), "pages of 8256 and 8192 words are no multiples of rows of 128 and 64"),
-        (dict(tile=4), "4 tokens, but one of 8, 16"),
+        ({"hidden_dtype": jnp.dtype(jnp.float32)}, "hidden states float32, but bfloat16"),
+        ({"matrices": 2}, "2 matrices, but 3"),
+        ({"page_shape": (96, 64)}, "96 x 64, but multiples of 64"),
+        ({"stride": 128 * 64 + 64}, "pages of 8256 and 8192 words are no multiples of rows of 128 and 64"),
+        ({"tile": 4}, "4 tokens, but one of 8, 16"),
     )
     for changes, reason in cases:
         assert reason in (refused(**changes) or "")
@@ -281,19 +290,31 @@ class OnCard:
             sizes=None,
         )
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def dense(self, weights, x, mix, chosen):
+    def dense(self, x, mix, chosen, chunk: int = 256) -> np.ndarray:
         """Every expert for every token in float32, without any rounding in between."""
-        dot = functools.partial(jnp.matmul, precision="highest", preferred_element_type=jnp.float32)
-        x = x.astype(jnp.float32)
+        out = []
+        for start in range(0, len(x), chunk):
+            # Chunks of one size, so that this compiles once.
+            parts = [a[start : start + chunk] for a in (x, mix, chosen)]
+            missing = chunk - len(parts[0])
+            padded = [jnp.pad(a, ((0, missing), (0, 0))) for a in parts]
+            out.append(np.asarray(_dense(self.weights, *padded))[: len(parts[0])])
+        return np.concatenate(out)
 
-        def add_expert(e, total):
-            w1, w3, w2 = weights[e].astype(jnp.float32)
-            h = jax.nn.silu(dot(x, w1.T)) * dot(x, w3.T)
-            share = jnp.sum(jnp.where(chosen == e, mix, 0), axis=1, keepdims=True)
-            return total + share * dot(h, w2.reshape(self.d, self.f).T)
 
-        return jax.lax.fori_loop(0, self.experts, add_expert, jnp.zeros(x.shape, jnp.float32))
+@jax.jit
+def _dense(weights, x, mix, chosen):
+    experts, _, f, d = weights.shape
+    dot = functools.partial(jnp.matmul, precision="highest", preferred_element_type=jnp.float32)
+    x = x.astype(jnp.float32)
+
+    def add_expert(e, total):
+        w1, w3, w2 = weights[e].astype(jnp.float32)
+        h = jax.nn.silu(dot(x, w1.T)) * dot(x, w3.T)
+        share = jnp.sum(jnp.where(chosen == e, mix, 0), axis=1, keepdims=True)
+        return total + share * dot(h, w2.reshape(d, f).T)
+
+    return jax.lax.fori_loop(0, experts, add_expert, jnp.zeros(x.shape, jnp.float32))
 
 
 @pytest.fixture(scope="module", params=[QWEN3_30B, QWEN15_MOE], ids=["qwen3-30b-a3b", "qwen1.5-moe"])
@@ -304,15 +325,16 @@ def on_card(request) -> OnCard:
 class TestOnCard:
     pytestmark = gpu
 
-    @pytest.mark.parametrize("skew", [0.0, 1.2], ids=["uniform", "skewed"])
-    @pytest.mark.parametrize("count", [1, 8, 37, 64, 256, 1000, 4096, 8192])
+    @pytest.mark.parametrize(
+        ("count", "skew"), [(1, 0.0), (37, 0.0), (64, 1.2), (256, 0.0), (1000, 1.2), (8192, 0.0), (8192, 1.2)]
+    )
     def test_equals_a_dense_float32_product(self, on_card, count, skew):
         x, mix, chosen = on_card.tokens(count, skew)
         valid = np.ones(count, bool)
         got = on_card.run(x, mix, chosen, valid)
-        wanted = on_card.dense(on_card.weights, x, mix, chosen)
-        error = jnp.linalg.norm(got.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
-        assert float(error) <= TOLERANCE
+        wanted = on_card.dense(x, mix, chosen)
+        error = np.linalg.norm(np.asarray(got, np.float32) - wanted)
+        assert error <= TOLERANCE * np.linalg.norm(wanted)
         assert (got == on_card.run(x, mix, chosen, valid)).all()
 
     @pytest.mark.parametrize("count", [1, 50, 700, 2000])

@@ -47,6 +47,9 @@ REGISTERS = 65536 // 128
 """Registers of a multiprocessor for each thread of one warpgroup."""
 
 FETCH_REGISTERS = 40
+STORE = 64
+"""Columns staged at a time: rows of 128 bytes, the widest swizzle."""
+
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory a block may use."""
 
@@ -65,6 +68,8 @@ class Launch:
     """k steps in flight."""
     warpgroups: int
     """Multiplying warpgroups: they share the M side, 64 rows each."""
+    store: int
+    """Columns of the result that a warpgroup stages in shared memory at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +118,15 @@ def choose_config(tile: int, f: int, d: int, multiprocessors: int) -> Config:
             weights_first, warpgroups, block = True, 1, 64
             depth = 128 if contracted % 128 == 0 else 64
         step_bytes = (matrices * block + tile) * depth * 2
-        result_bytes = tile * block * 2
+        result_bytes = tile * min(block, 2 * STORE) * 2
         stages = min(8, (SHARED_MEMORY - result_bytes - 1024) // step_bytes)
         return Launch(
-            weights_first=weights_first, block=block, depth=depth, stages=stages, warpgroups=warpgroups
+            weights_first=weights_first,
+            block=block,
+            depth=depth,
+            stages=stages,
+            warpgroups=warpgroups,
+            store=STORE,
         )
 
     return Config(gate_up=launch(2, f, d), down=launch(1, d, f), blocks=multiprocessors)
@@ -133,7 +143,9 @@ def paged_moe(
     first_host_page: Int32[Array, ""],
     *,
     config: Config | None = None,
+    contiguous: bool = False,
 ) -> Hidden:
+    """See `paged_moe.paged_moe`; `contiguous` as in `_grouped_product`."""
     f, d = view.page_shape
     rows = routing.row_tokens.shape[0]
     if config is None:
@@ -155,6 +167,7 @@ def paged_moe(
             width=shape[0],
             launch=launch,
             blocks=config.blocks,
+            contiguous=contiguous,
         )
 
     x = hidden.at[routing.row_tokens].get(mode="fill", fill_value=0)
@@ -183,23 +196,27 @@ def _grouped_product(
     width: int,
     launch: Launch,
     blocks: int,
+    contiguous: bool = False,
 ) -> Float[Array, "rows width"]:
     """`x @ w^T` with the matrix of each tile's expert, of two matrices `silu(x @ w1^T) * (x @ w3^T)`.
 
-    Pages hold `width` rows of weights, and possibly more that are padding.
+    Pages hold `width` rows of weights, and possibly more that are padding. `contiguous` is for measurements: a kernel
+    that knows no table and finds every page in `host`, in order.
     """
     rows, contracted = x.shape
     tile = rows // routing.tile_experts.shape[0]
     tokens, matrices_per_expert = routing.pair_rows.shape[0], table.shape[1]
     warpgroups, stages, depth, block = launch.warpgroups, launch.stages, launch.depth, launch.block
     column_blocks, k_steps = width // block, contracted // depth
-    # What one warpgroup multiplies and stores.
+    # What one warpgroup computes. With the tokens first all matrices are the N side of one product: each product reads
+    # its M side from shared memory again, whose bandwidth is what limits them.
     if launch.weights_first:
         part_rows, part_cols = tile, block // warpgroups
-        accumulator = plgpu.ACC((part_cols, part_rows))
+        accumulators = [plgpu.WGMMAAccumulatorRef((part_cols, part_rows))] * len(matrices)
     else:
         part_rows, part_cols = tile // warpgroups, block
-        accumulator = plgpu.ACC((part_rows, part_cols))
+        accumulators = [plgpu.WGMMAAccumulatorRef((part_rows, len(matrices) * part_cols))]
+    slots = min(2, part_cols // launch.store)
 
     def slot(turn):
         return lax.rem(turn, jnp.int32(stages))
@@ -214,9 +231,9 @@ def _grouped_product(
         pool,  # [pages, page rows, k]
         host,  # [host pages, host rows, k]
         out,  # [rows, width]
-        w_smem,  # [stages, matrices, block, depth]
+        w_smem,  # [stages, matrices * block, depth]
         x_smem,  # [stages, tile, depth]
-        out_smem,  # [warpgroups, part rows, part cols]
+        out_smem,  # [warpgroups, slots, part rows, store]
         full,  # [stages] barriers: one arrival per copy
         empty,  # [stages] barriers: one arrival per multiplying warpgroup
     ):
@@ -249,7 +266,11 @@ def _grouped_product(
                 w_rows = pl.ds(column_block * block, block)
                 x_rows = pl.ds(item_tile * tile, tile)
                 places = [
-                    (j, table[expert, m], first_host[0] + expert * matrices_per_expert + m)
+                    (
+                        j,
+                        0 if contiguous else table[expert, m],
+                        first_host[0] + expert * matrices_per_expert + m,
+                    )
                     for j, m in enumerate(matrices)
                 ]
 
@@ -261,7 +282,10 @@ def _grouped_product(
                         plgpu.copy_gmem_to_smem(source, target.at[here], full.at[here])
 
                     for j, page, host_page in places:
-                        target = w_smem.at[:, j]
+                        target = w_smem.at[:, pl.ds(j * block, block)]
+                        if contiguous:
+                            copy(host.at[host_page, w_rows, columns], target)
+                            continue
                         pl.when(page >= 0)(lambda p=page, t=target: copy(pool.at[p, w_rows, columns], t))
                         pl.when(page < 0)(lambda p=host_page, t=target: copy(host.at[p, w_rows, columns], t))
                     copy(x.at[x_rows, columns], x_smem)
@@ -279,10 +303,10 @@ def _grouped_product(
 
             def operands(here, j):
                 if launch.weights_first:
-                    part = pl.ds(warpgroup * part_cols, part_cols)
-                    return w_smem.at[here, j, part], x_smem.at[here].transpose((1, 0))
+                    part = pl.ds(j * block + warpgroup * part_cols, part_cols)
+                    return w_smem.at[here, part], x_smem.at[here].transpose((1, 0))
                 part = pl.ds(warpgroup * part_rows, part_rows)
-                return x_smem.at[here, part], w_smem.at[here, j].transpose((1, 0))
+                return x_smem.at[here, part], w_smem.at[here].transpose((1, 0))
 
             def multiply(item_tile, column_block, turn):
                 first_row, first_col = item_tile * tile, column_block * block
@@ -298,7 +322,7 @@ def _grouped_product(
                         plgpu.barrier_wait(full.at[here])
                         for j, acc in enumerate(accumulators):
                             plgpu.wgmma(acc, *operands(here, j))
-                        plgpu.wgmma_wait(len(matrices))  # all but this step's products are done
+                        plgpu.wgmma_wait(len(accumulators))  # all but this step's products are done
 
                         @pl.when(k > 0)
                         def _():
@@ -309,21 +333,30 @@ def _grouped_product(
                     return values
 
                 def compute():
-                    values = pl.run_scoped(products, *[accumulator] * len(matrices))
-                    if len(matrices) == 2:
-                        gate, up = values
-                        result = gate / (1 + jnp.exp(-gate)) * up
-                    else:
-                        (result,) = values
-                    # The last item's result may still be on its way out.
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    staged = out_smem.at[warpgroup]
-                    turned = staged.transpose((1, 0)) if launch.weights_first else staged
-                    turned[...] = result.astype(out.dtype)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(
-                        staged, out.at[pl.ds(first_row, part_rows), pl.ds(first_col, part_cols)]
-                    )
+                    values = pl.run_scoped(products, *accumulators)
+
+                    def result(col):
+                        """Columns [col, col + store) of the part; turned if the weights are first."""
+                        if launch.weights_first:
+                            parts = values
+                        else:
+                            starts = [j * block + col for j in range(len(matrices))]
+                            parts = [values[0][:, start : start + launch.store] for start in starts]
+                        if len(matrices) == 1:
+                            return parts[0]
+                        gate, up = parts
+                        return gate / (1 + jnp.exp(-gate)) * up
+
+                    for i, col in enumerate(range(0, part_cols, launch.store)):
+                        staged = out_smem.at[warpgroup, i % slots]
+                        # What this slot held may still be on its way out.
+                        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+                        turned = staged.transpose((1, 0)) if launch.weights_first else staged
+                        turned[...] = result(col).astype(out.dtype)
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(
+                            staged, out.at[pl.ds(first_row, part_rows), pl.ds(first_col + col, launch.store)]
+                        )
 
                 def skip():
                     @pl.loop(0, k_steps)
@@ -352,9 +385,9 @@ def _grouped_product(
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((stages, len(matrices), block, depth), x.dtype),
+            plgpu.SMEM((stages, len(matrices) * block, depth), x.dtype),
             plgpu.SMEM((stages, tile, depth), x.dtype),
-            plgpu.SMEM((warpgroups, part_rows, part_cols), x.dtype),
+            plgpu.SMEM((warpgroups, slots, part_rows, launch.store), x.dtype),
             plgpu.Barrier(num_arrivals=len(matrices) + 1, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         ],
