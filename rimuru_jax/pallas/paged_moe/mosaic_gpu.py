@@ -23,7 +23,7 @@ the tile skips its products.
 Rows that only fill a tile hold zeros. Tiles past `num_tiles` cost nothing, and what lies in their rows is never read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -37,21 +37,28 @@ from rimuru_jax.array_types import Hidden, HostPages, Pool
 from rimuru_jax.pallas.memory_view import MemoryView
 from rimuru_jax.pallas.moe_routing import Routing
 
+TILES = (8, 16, 32, 64, 128)
+"""Token tiles the kernel has a form for; in the last the tokens are the M side."""
+
 GRANULE = 64
 """Rows of the M side of one wgmma; also what widths must be multiples of."""
 
-TILES = (8, 16, 32, 64, 128)
-"""Token tiles the kernel has a form for."""
+WGMMA_COLUMNS = 256
+"""The most columns of the N side."""
+
+STORE = 64
+"""Columns staged at a time: rows of 128 bytes, the widest swizzle."""
+
+STEP_BYTES = 48 * 1024
+"""A k step copies at most this much: long rows suit memory, four steps in flight fit shared memory."""
+
+SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory a block may use."""
 
 REGISTERS = 65536 // 128
 """Registers of a multiprocessor for each thread of one warpgroup."""
 
 FETCH_REGISTERS = 40
-STORE = 64
-"""Columns staged at a time: rows of 128 bytes, the widest swizzle."""
-
-SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory a block may use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,21 +117,20 @@ def choose_config(tile: int, f: int, d: int, multiprocessors: int) -> Config:
     """A good configuration for tiles of `tile` tokens of experts of `f` x `d`."""
 
     def launch(matrices: int, width: int, contracted: int) -> Launch:
-        if tile == 128:
-            weights_first, warpgroups = False, 2
-            block = next(b for b in (256 // matrices, 128, 64) if width % b == 0)
-            depth = 64
+        weights_first = tile < TILES[-1]
+        if weights_first:
+            warpgroups, block = 1, GRANULE
         else:
-            weights_first, warpgroups, block = True, 1, 64
-            depth = 128 if contracted % 128 == 0 else 64
-        step_bytes = (matrices * block + tile) * depth * 2
+            warpgroups = tile // GRANULE
+            block = next(b for b in (256, 128, 64) if width % b == 0 and matrices * b <= WGMMA_COLUMNS)
+        row_bytes = (matrices * block + tile) * 2
+        depth = next(k for k in (256, 128, 64) if contracted % k == 0 and k * row_bytes <= STEP_BYTES)
         result_bytes = tile * min(block, 2 * STORE) * 2
-        stages = min(8, (SHARED_MEMORY - result_bytes - 1024) // step_bytes)
         return Launch(
             weights_first=weights_first,
             block=block,
             depth=depth,
-            stages=stages,
+            stages=min(8, (SHARED_MEMORY - result_bytes - 1024) // (depth * row_bytes)),
             warpgroups=warpgroups,
             store=STORE,
         )
@@ -170,7 +176,7 @@ def paged_moe(
             contiguous=contiguous,
         )
 
-    x = hidden.at[routing.row_tokens].get(mode="fill", fill_value=0)
+    x = hidden.at[routing.row_tokens].get(mode="clip")
     h = product(x, (0, 1), (f, d), config.gate_up)
     y = product(h, (2,), (d, f), config.down)
 
@@ -241,16 +247,10 @@ def _grouped_product(
         items = num_tiles[0] * column_blocks
         mine = lax.div(items - grid_index + (blocks - 1), jnp.int32(blocks))
 
-        def for_each_item(do: Callable[..., Array]) -> Array:
-            """`turn = do(token tile, column block, turn)` for the items of this block; the turns taken."""
-
-            def step(i, turn):
-                item = grid_index + i * blocks
-                return do(
-                    lax.div(item, jnp.int32(column_blocks)), lax.rem(item, jnp.int32(column_blocks)), turn
-                )
-
-            return lax.fori_loop(jnp.int32(0), mine, step, jnp.int32(0))
+        def item(i):
+            """Token tile and column block of the i-th item of this block."""
+            index = grid_index + i * blocks
+            return lax.div(index, jnp.int32(column_blocks)), lax.rem(index, jnp.int32(column_blocks))
 
         @pl.when(warpgroup == warpgroups)
         def _fetch():
@@ -261,7 +261,8 @@ def _grouped_product(
                 def _():
                     plgpu.barrier_wait(empty.at[slot(turn)])
 
-            def fetch(item_tile, column_block, turn):
+            def fetch(i, turn):
+                item_tile, column_block = item(i)
                 expert = tile_experts[item_tile]
                 w_rows = pl.ds(column_block * block, block)
                 x_rows = pl.ds(item_tile * tile, tile)
@@ -293,7 +294,7 @@ def _grouped_product(
 
                 return lax.fori_loop(0, k_steps, step, turn)
 
-            turns = for_each_item(fetch)
+            turns = lax.fori_loop(jnp.int32(0), mine, fetch, jnp.int32(0))
             pl.loop(turns, turns + stages)(wait_for_slot)  # every phase of a barrier is waited for
 
         @pl.when(warpgroup < warpgroups)
@@ -308,73 +309,89 @@ def _grouped_product(
                 part = pl.ds(warpgroup * part_rows, part_rows)
                 return x_smem.at[here, part], w_smem.at[here].transpose((1, 0))
 
-            def multiply(item_tile, column_block, turn):
-                first_row, first_col = item_tile * tile, column_block * block
+            def first_of_part(i):
+                """Row and column of `out` where this warpgroup's part of item i begins."""
+                item_tile, column_block = item(i)
+                row, col = item_tile * tile, column_block * block
                 if launch.weights_first:
-                    first_col += warpgroup * part_cols
+                    return row, col + warpgroup * part_cols
+                return row + warpgroup * part_rows, col
+
+            def has_tokens(i):
+                # Tiles are filled from the first row on, so the first row of a part tells of all.
+                row = jnp.minimum(first_of_part(i)[0], rows - 1)
+                return jnp.where(row_tokens[row] < tokens, 1, 0)
+
+            def activate(values):
+                if launch.weights_first:
+                    parts = values
                 else:
-                    first_row += warpgroup * part_rows
+                    parts = [values[0][:, j * block : (j + 1) * block] for j in range(len(matrices))]
+                if len(matrices) == 1:
+                    return parts[0]
+                gate, up = parts
+                return gate / (1 + jnp.exp(-gate)) * up
+
+            def store(result, first_row, first_col):
+                for i, col in enumerate(range(0, part_cols, launch.store)):
+                    staged = out_smem.at[warpgroup, i % slots]
+                    # What this slot held may still be on its way out.
+                    plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+                    if launch.weights_first:
+                        staged.transpose((1, 0))[...] = result
+                    else:
+                        staged[...] = result[:, col : col + launch.store]
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(
+                        staged, out.at[pl.ds(first_row, part_rows), pl.ds(first_col + col, launch.store)]
+                    )
+
+            def multiply(i, carry):
+                # `result` is the part of the item before, if it is `waiting`: it is stored while the first products of
+                # this item run. `live`: some row of this part has a token.
+                turn, live, waiting, result = carry
+                live_next = has_tokens(i + 1)  # read an item ahead
+
+                def store_result():
+                    store(result, *first_of_part(i - 1))
 
                 def products(*accumulators):
-                    @pl.loop(0, k_steps)
+                    @pl.loop(0, live * k_steps)
                     def _step(k):
                         here = slot(turn + k)
                         plgpu.barrier_wait(full.at[here])
                         for j, acc in enumerate(accumulators):
                             plgpu.wgmma(acc, *operands(here, j))
+                        pl.when((k == min(1, k_steps - 1)) & (waiting == 1))(store_result)
                         plgpu.wgmma_wait(len(accumulators))  # all but this step's products are done
 
                         @pl.when(k > 0)
                         def _():
                             plgpu.barrier_arrive(empty.at[slot(turn + k - 1)])
 
-                    values = [acc[...] for acc in accumulators]
-                    plgpu.barrier_arrive(empty.at[slot(turn + (k_steps - 1))])
-                    return values
+                    return [acc[...] for acc in accumulators]
 
-                def compute():
-                    values = pl.run_scoped(products, *accumulators)
+                values = pl.run_scoped(products, *accumulators)
+                pl.when(live == 1)(lambda: plgpu.barrier_arrive(empty.at[slot(turn + (k_steps - 1))]))
 
-                    def result(col):
-                        """Columns [col, col + store) of the part; turned if the weights are first."""
-                        if launch.weights_first:
-                            parts = values
-                        else:
-                            starts = [j * block + col for j in range(len(matrices))]
-                            parts = [values[0][:, start : start + launch.store] for start in starts]
-                        if len(matrices) == 1:
-                            return parts[0]
-                        gate, up = parts
-                        return gate / (1 + jnp.exp(-gate)) * up
+                @pl.when(live == 0)
+                def _skip():
+                    pl.when(waiting == 1)(store_result)
 
-                    for i, col in enumerate(range(0, part_cols, launch.store)):
-                        staged = out_smem.at[warpgroup, i % slots]
-                        # What this slot held may still be on its way out.
-                        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-                        turned = staged.transpose((1, 0)) if launch.weights_first else staged
-                        turned[...] = result(col).astype(out.dtype)
-                        plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(
-                            staged, out.at[pl.ds(first_row, part_rows), pl.ds(first_col + col, launch.store)]
-                        )
-
-                def skip():
                     @pl.loop(0, k_steps)
                     def _step(k):
                         here = slot(turn + k)
                         plgpu.barrier_wait(full.at[here])
                         plgpu.barrier_arrive(empty.at[here])
 
-                if launch.weights_first:
-                    compute()
-                else:
-                    # Rows are filled from the first on, so the first row of a part tells of all.
-                    live = row_tokens[first_row] < tokens
-                    pl.when(live)(compute)
-                    pl.when(jnp.logical_not(live))(skip)
-                return turn + k_steps
+                return turn + k_steps, live_next, live, activate(values).astype(out.dtype)
 
-            for_each_item(multiply)
+            nothing = jnp.zeros(
+                (*accumulators[0].shape[:1], part_rows if launch.weights_first else part_cols), out.dtype
+            )
+            start = (jnp.int32(0), has_tokens(0), jnp.int32(0), nothing)
+            _, _, waiting, result = lax.fori_loop(jnp.int32(0), mine, multiply, start)
+            pl.when(waiting == 1)(lambda: store(result, *first_of_part(mine - 1)))
             plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
