@@ -100,33 +100,33 @@ def test_experts_of_several_tiles():
 def test_padding_tokens_and_foreign_pages_change_nothing(tile, sizes):
     """Padding tokens of NaN with NaN weights, and a pool of NaN wherever no chosen expert lies."""
     experts = Experts.random("bfloat16", f=128, d=128)
-    x, mix, chosen = tokens(10, 5, 3, 128)
-    wanted = interpret(experts, x, mix, chosen, np.arange(10) < 7, tile, sizes)
-    x[7:], mix[7:] = np.nan, np.nan
+    x, mix, chosen = tokens(6, 5, 2, 128)
+    wanted = interpret(experts, x, mix, chosen, np.arange(6) < 4, tile, sizes)
+    x[4:], mix[4:] = np.nan, np.nan
     experts.pool[experts.pages[5]] = NAN_WORD
-    got = interpret(experts, x, mix, chosen, np.arange(10) < 7, tile, sizes)
+    got = interpret(experts, x, mix, chosen, np.arange(6) < 4, tile, sizes)
     assert np.isfinite(wanted.astype(np.float32)).all()
     assert (got == wanted).all()
-    assert (got[7:] == 0).all()
+    assert (got[4:] == 0).all()
 
 
 @forms
 def test_bit_equal_wherever_the_pages_are(tile, sizes):
     """Law 11: identity table, shuffled pages, host, and a mix with the matrices of one expert apart."""
-    experts = Experts.random("bfloat16", f=128, d=128)
-    x, mix, chosen = tokens(9, 6, 3, 128)
-    run = functools.partial(interpret, experts, x, mix, chosen, all_valid(9), tile, sizes)
+    experts = Experts.random("bfloat16", experts=4, f=128, d=128)
+    x, mix, chosen = tokens(5, 4, 2, 128)
+    run = functools.partial(interpret, experts, x, mix, chosen, all_valid(5), tile, sizes)
     shuffled = run()
 
-    identity = np.arange(1, 19, dtype=np.int32).reshape(6, 3)
+    identity = np.arange(1, 13, dtype=np.int32).reshape(4, 3)
     pool = poisoned_pool(PAGES, experts.view.stride)
-    pool[1:19] = experts.host[18:]
+    pool[1:13] = experts.host[12:]
     assert (run(table=identity, pool=pool) == shuffled).all()
 
     nothing = poisoned_pool(PAGES, experts.view.stride)
-    assert (run(table=np.full((6, 3), HOST, np.int32), pool=nothing) == shuffled).all()
+    assert (run(table=np.full((4, 3), HOST, np.int32), pool=nothing) == shuffled).all()
 
-    away = np.random.default_rng(3).integers(0, 2, (6, 3)) == 1
+    away = np.random.default_rng(3).integers(0, 2, (4, 3)) == 1
     pool = experts.pool.copy()
     pool[experts.pages[away]] = NAN_WORD
     assert (run(table=np.where(away, HOST, experts.pages).astype(np.int32), pool=pool) == shuffled).all()
@@ -337,7 +337,7 @@ class TestOnCard:
         assert error <= TOLERANCE * np.linalg.norm(wanted)
         assert (got == on_card.run(x, mix, chosen, valid)).all()
 
-    @pytest.mark.parametrize("count", [1, 50, 700, 2000])
+    @pytest.mark.parametrize("count", [50, 2000])
     def test_bit_equal_wherever_the_pages_are(self, on_card, count):
         x, mix, chosen = on_card.tokens(count, 0.5)
         valid = np.ones(count, bool)
@@ -347,7 +347,7 @@ class TestOnCard:
         for table in (host, jnp.where(away, host, on_card.table)):
             assert (on_card.run(x, mix, chosen, valid, table=table) == resident).all()
 
-    @pytest.mark.parametrize("count", [16, 300, 2048])
+    @pytest.mark.parametrize("count", [16, 2048])
     def test_padding_tokens_change_nothing(self, on_card, count):
         x, mix, chosen = on_card.tokens(count, 0.5)
         valid = np.arange(count) < count * 3 // 4

@@ -210,8 +210,9 @@ def _grouped_product(
     that knows no table and finds every page in `host`, in order.
     """
     rows, contracted = x.shape
-    tile = rows // routing.tile_experts.shape[0]
-    tokens, matrices_per_expert = routing.pair_rows.shape[0], table.shape[1]
+    tiles = routing.tile_experts.shape[0]
+    tile = rows // tiles
+    tokens, (experts, matrices_per_expert) = routing.pair_rows.shape[0], table.shape
     warpgroups, stages, depth, block = launch.warpgroups, launch.stages, launch.depth, launch.block
     column_blocks, k_steps = width // block, contracted // depth
     # What one warpgroup computes. With the tokens first all matrices are the N side of one product: each product reads
@@ -261,19 +262,25 @@ def _grouped_product(
                 def _():
                     plgpu.barrier_wait(empty.at[slot(turn)])
 
-            def fetch(i, turn):
+            def places(i):
+                """Where the matrices of item i are: a page of the pool, or -1 - a page of the host."""
+                # Past the last item anything is right that can be read.
+                expert = tile_experts[jnp.minimum(item(i)[0], tiles - 1)]
+                expert = jnp.minimum(expert, experts - 1)
+                found = []
+                for m in matrices:
+                    place = -1 - (first_host[0] + expert * matrices_per_expert + m)
+                    if not contiguous:
+                        page = table[expert, m]
+                        place = jnp.where(page >= 0, page, place)
+                    found.append(place)
+                return found
+
+            def fetch(i, carry):
+                turn, here_places = carry
+                next_places = places(i + 1)  # read an item ahead: two loads, one after the other
                 item_tile, column_block = item(i)
-                expert = tile_experts[item_tile]
-                w_rows = pl.ds(column_block * block, block)
-                x_rows = pl.ds(item_tile * tile, tile)
-                places = [
-                    (
-                        j,
-                        0 if contiguous else table[expert, m],
-                        first_host[0] + expert * matrices_per_expert + m,
-                    )
-                    for j, m in enumerate(matrices)
-                ]
+                x_rows, w_rows = pl.ds(item_tile * tile, tile), pl.ds(column_block * block, block)
 
                 def step(k, turn):
                     wait_for_slot(turn)
@@ -282,19 +289,24 @@ def _grouped_product(
                     def copy(source, target):
                         plgpu.copy_gmem_to_smem(source, target.at[here], full.at[here])
 
-                    for j, page, host_page in places:
-                        target = w_smem.at[:, pl.ds(j * block, block)]
+                    def copy_weights(place, target):
+                        def from_host():
+                            copy(host.at[-1 - place, w_rows, columns], target)
+
                         if contiguous:
-                            copy(host.at[host_page, w_rows, columns], target)
-                            continue
-                        pl.when(page >= 0)(lambda p=page, t=target: copy(pool.at[p, w_rows, columns], t))
-                        pl.when(page < 0)(lambda p=host_page, t=target: copy(host.at[p, w_rows, columns], t))
+                            from_host()
+                        else:
+                            pl.when(place >= 0)(lambda: copy(pool.at[place, w_rows, columns], target))
+                            pl.when(place < 0)(from_host)
+
+                    for j, place in enumerate(here_places):
+                        copy_weights(place, w_smem.at[:, pl.ds(j * block, block)])
                     copy(x.at[x_rows, columns], x_smem)
                     return turn + 1
 
-                return lax.fori_loop(0, k_steps, step, turn)
+                return lax.fori_loop(0, k_steps, step, turn), next_places
 
-            turns = lax.fori_loop(jnp.int32(0), mine, fetch, jnp.int32(0))
+            turns, _ = lax.fori_loop(jnp.int32(0), mine, fetch, (jnp.int32(0), places(0)))
             pl.loop(turns, turns + stages)(wait_for_slot)  # every phase of a barrier is waited for
 
         @pl.when(warpgroup < warpgroups)
