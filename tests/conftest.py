@@ -13,6 +13,10 @@ from jaxtyping import install_import_hook
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci")
 
+# The GPU interpreter runs a thread per warpgroup, and each blocks one of XLA's threads, of which there are as many as
+# cores: a kernel of three warpgroups would wait for ever on two cores. Read when JAX first uses the CPU.
+os.environ.setdefault("NPROC", "8")
+
 # An implicit promotion or an implicit broadcast of ranks is an error.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -50,7 +50,10 @@ def _run(x, mix, chosen, valid, pool, host, table, *, view: MemoryView, tile: in
     experts, matrices = table.shape
     routing = group_tokens(chosen, valid, experts, tile=tile)
     first = jnp.int32(experts * matrices)
-    return mosaic_gpu.paged_moe(x, mix, routing, pool, view, host, table, first, config=sizes)
+    activation = "silu" if matrices == 3 else "relu2"
+    return mosaic_gpu.paged_moe(
+        x, mix, routing, pool, view, host, table, first, activation=activation, config=sizes
+    )
 
 
 def interpret(experts: Experts, x, mix, chosen, valid, tile, sizes, *, table=None, pool=None) -> np.ndarray:
@@ -84,6 +87,15 @@ def test_equals_the_loop(tile, sizes, count):
     experts = Experts.random("bfloat16", f=128, d=128)
     x, mix, chosen = tokens(count, 5, 3, 128)  # expert 5 is never chosen
     got = interpret(experts, x, mix, chosen, all_valid(count), tile, sizes).astype(np.float64)
+    wanted = experts.loop(x, mix, chosen)
+    assert np.linalg.norm(got - wanted) <= TOLERANCE * np.linalg.norm(wanted)
+
+
+@forms
+def test_experts_of_two_matrices(tile, sizes):
+    experts = Experts.random("bfloat16", matrices=2, f=128, d=128)
+    x, mix, chosen = tokens(7, 6, 2, 128)
+    got = interpret(experts, x, mix, chosen, all_valid(7), tile, sizes).astype(np.float64)
     wanted = experts.loop(x, mix, chosen)
     assert np.linalg.norm(got - wanted) <= TOLERANCE * np.linalg.norm(wanted)
 
@@ -144,7 +156,7 @@ def test_padded_pages():
 
 
 def shapes(
-    count: int, experts: int, top_k: int, d: int, f: int, pages: int = 4096
+    count: int, experts: int, top_k: int, d: int, f: int, matrices: int = 3, pages: int = 4096
 ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], MemoryView]:
     """Arguments of `_run` as shapes, and the view of the expert pages."""
     spec = jax.ShapeDtypeStruct
@@ -154,8 +166,8 @@ def shapes(
         spec((count, top_k), jnp.int32),
         spec((count,), jnp.bool_),
         spec((pages, f * d), jnp.uint16),
-        spec((48 * experts * 3, f * d), jnp.uint16),
-        spec((experts, 3), jnp.int32),
+        spec((48 * experts * matrices, f * d), jnp.uint16),
+        spec((experts, matrices), jnp.int32),
     )
     view = MemoryView(kind="expert", page_shape=(f, d), dtype=jnp.dtype(jnp.bfloat16), stride=f * d)
     return args, view
@@ -163,9 +175,14 @@ def shapes(
 
 QWEN3_30B = {"experts": 128, "top_k": 8, "d": 2048, "f": 768}
 QWEN15_MOE = {"experts": 60, "top_k": 4, "d": 2048, "f": 1408}
+NEMOTRON_NANO = {"experts": 128, "top_k": 6, "d": 2688, "f": 1856, "matrices": 2}
 
 
-@pytest.mark.parametrize("model", [QWEN3_30B, QWEN15_MOE], ids=["qwen3-30b-a3b", "qwen1.5-moe"])
+@pytest.mark.parametrize(
+    "model",
+    [QWEN3_30B, QWEN15_MOE, NEMOTRON_NANO],
+    ids=["qwen3-30b-a3b", "qwen1.5-moe", "nemotron-3-nano"],
+)
 @pytest.mark.parametrize("count", [1, 64, 256, 8192])
 def test_lowers_for_real_shapes(model, count):
     """Layouts and types pass the compiler up to device code; no GPU is needed for that."""
@@ -176,11 +193,12 @@ def test_lowers_for_real_shapes(model, count):
 
 
 @pytest.mark.parametrize("tile", mosaic_gpu.TILES)
-@pytest.mark.parametrize("f", [64, 192, 512, 768, 1024, 1408, 14336])
+@pytest.mark.parametrize("f", [64, 192, 512, 768, 1024, 1408, 1856, 14336])
 @pytest.mark.parametrize("d", [64, 320, 2048, 4096])
 def test_every_shape_has_a_configuration(tile, f, d):
-    chosen = mosaic_gpu.choose_config(tile, f, d, 132)
-    for sizes, width, contracted, matrices in ((chosen.gate_up, f, d, 2), (chosen.down, d, f, 1)):
+    two, one = (mosaic_gpu.choose_config(tile, f, d, 132, inner=inner) for inner in (2, 1))
+    launches = ((two.gate_up, f, d, 2), (one.gate_up, f, d, 1), (two.down, d, f, 1))
+    for sizes, width, contracted, matrices in launches:
         assert width % sizes.block == 0 and contracted % sizes.depth == 0
         m_side = sizes.block if sizes.weights_first else tile
         assert m_side == 64 * sizes.warpgroups
@@ -203,7 +221,13 @@ def refused(**changes) -> str | None:
     view = MemoryView(kind="expert", page_shape=(128, 64), dtype=jnp.dtype(jnp.bfloat16), stride=128 * 64)
     fields = ("page_shape", "dtype", "stride")
     view = dataclasses.replace(view, **{k: v for k, v in changes.items() if k in fields})
-    rest = {"hidden_dtype": jnp.dtype(jnp.bfloat16), "matrices": 3, "tile": 8, "host_words": 128 * 64}
+    rest = {
+        "hidden_dtype": jnp.dtype(jnp.bfloat16),
+        "activation": "silu",
+        "biased": False,
+        "tile": 8,
+        "host_words": 128 * 64,
+    }
     return mosaic_gpu.refusal(view, **rest | {k: v for k, v in changes.items() if k not in fields})
 
 
@@ -211,7 +235,8 @@ def test_refusals_name_what_is_wrong():
     assert refused() is None
     cases = (
         ({"hidden_dtype": jnp.dtype(jnp.float32)}, "hidden states float32, but bfloat16"),
-        ({"matrices": 2}, "2 matrices, but 3"),
+        ({"activation": "clamped_swiglu"}, "experts are clamped_swiglu, but silu or relu2"),
+        ({"biased": True}, "experts are silu with biases, but silu or relu2"),
         ({"page_shape": (96, 64)}, "96 x 64, but multiples of 64"),
         ({"stride": 128 * 64 + 64}, "pages of 8256 and 8192 words are no multiples of rows of 128 and 64"),
         ({"tile": 4}, "4 tokens, but one of 8, 16"),

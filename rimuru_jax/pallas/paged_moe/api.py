@@ -67,12 +67,11 @@ def paged_moe(
             f"an expert has {table.shape[1]} matrices, but {activation!r} takes {MATRICES[activation]}"
         )
     tile = routing.row_tokens.shape[0] // routing.tile_experts.shape[0]
-    refusal = mosaic_gpu.refusal(view, hidden.dtype, table.shape[1], tile, host_pages.shape[1])
-    if activation != "silu" or biases is not None:
-        refusal = f"experts are {activation}{' with biases' if biases else ''}, but silu without is wanted"
+    biased = biases is not None
+    refusal = mosaic_gpu.refusal(view, hidden.dtype, activation, biased, tile, host_pages.shape[1])
     if resolve("paged_moe", implementation, AVAILABLE, refusal=refusal) == "mosaic_gpu":
         return mosaic_gpu.paged_moe(
-            hidden, weights, routing, pool, view, host_pages, table, first_host_page
+            hidden, weights, routing, pool, view, host_pages, table, first_host_page, activation=activation
         )
     return reference.paged_moe(
         hidden,

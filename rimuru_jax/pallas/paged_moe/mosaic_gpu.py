@@ -37,6 +37,9 @@ from rimuru_jax.array_types import Hidden, HostPages, Pool
 from rimuru_jax.pallas.memory_view import MemoryView
 from rimuru_jax.pallas.moe_routing import Routing
 
+ACTIVATIONS = ("silu", "relu2")
+"""Activations the kernel has, of experts without biases."""
+
 TILES = (8, 16, 32, 64, 128)
 """Token tiles the kernel has a form for; in the last the tokens are the M side."""
 
@@ -96,14 +99,14 @@ def token_tile(pairs: int, num_experts: int) -> int:
 
 
 def refusal(
-    view: MemoryView, hidden_dtype: jnp.dtype, matrices: int, tile: int, host_words: int
+    view: MemoryView, hidden_dtype: jnp.dtype, activation: str, biased: bool, tile: int, host_words: int
 ) -> str | None:
     """Why these operands have no kernel, or None."""
     f, d = view.page_shape
     if view.dtype != jnp.bfloat16 or hidden_dtype != jnp.bfloat16:
         return f"weights are {view.dtype} and hidden states {hidden_dtype}, but bfloat16 is wanted"
-    if matrices != 3:
-        return f"experts have {matrices} matrices, but 3 are wanted"
+    if activation not in ACTIVATIONS or biased:
+        return f"experts are {activation}{' with biases' * biased}, but {' or '.join(ACTIVATIONS)} is wanted"
     if f % GRANULE or d % GRANULE:
         return f"expert matrices are {f} x {d}, but multiples of {GRANULE} are wanted"
     if any(words % row for words in (view.stride, host_words) for row in (f, d)):
@@ -113,8 +116,8 @@ def refusal(
     return None
 
 
-def choose_config(tile: int, f: int, d: int, multiprocessors: int) -> Config:
-    """A good configuration for tiles of `tile` tokens of experts of `f` x `d`."""
+def choose_config(tile: int, f: int, d: int, multiprocessors: int, *, inner: int = 2) -> Config:
+    """A good configuration for tiles of `tile` tokens of experts of `f` x `d` with `inner` matrices before the last."""
 
     def launch(matrices: int, width: int, contracted: int) -> Launch:
         weights_first = tile < TILES[-1]
@@ -135,7 +138,7 @@ def choose_config(tile: int, f: int, d: int, multiprocessors: int) -> Config:
             store=STORE,
         )
 
-    return Config(gate_up=launch(2, f, d), down=launch(1, d, f), blocks=multiprocessors)
+    return Config(gate_up=launch(inner, f, d), down=launch(1, d, f), blocks=multiprocessors)
 
 
 def paged_moe(
@@ -148,20 +151,27 @@ def paged_moe(
     table: Int32[Array, "E M"],
     first_host_page: Int32[Array, ""],
     *,
+    activation: str = "silu",
     config: Config | None = None,
     contiguous: bool = False,
 ) -> Hidden:
     """See `paged_moe.paged_moe`; `contiguous` as in `_grouped_product`."""
     f, d = view.page_shape
-    rows = routing.row_tokens.shape[0]
+    rows, inner = routing.row_tokens.shape[0], table.shape[1] - 1
     if config is None:
         tile = rows // routing.tile_experts.shape[0]
-        config = choose_config(tile, f, d, getattr(jax.devices()[0], "core_count", 132))
+        config = choose_config(tile, f, d, getattr(jax.devices()[0], "core_count", 132), inner=inner)
 
     def pages(words: Array, shape: tuple[int, int], stride: int) -> Array:
         return MemoryView(kind=view.kind, page_shape=shape, dtype=view.dtype, stride=stride).typed(words)
 
-    def product(x: Array, matrices: Sequence[int], shape: tuple[int, int], launch: Launch) -> Array:
+    def product(
+        x: Array,
+        matrices: Sequence[int],
+        shape: tuple[int, int],
+        launch: Launch,
+        activation: str | None = None,
+    ) -> Array:
         return _grouped_product(
             x,
             routing,
@@ -170,6 +180,7 @@ def paged_moe(
             table,
             first_host_page,
             matrices=matrices,
+            activation=activation,
             width=shape[0],
             launch=launch,
             blocks=config.blocks,
@@ -177,8 +188,8 @@ def paged_moe(
         )
 
     x = hidden.at[routing.row_tokens].get(mode="clip")
-    h = product(x, (0, 1), (f, d), config.gate_up)
-    y = product(h, (2,), (d, f), config.down)
+    h = product(x, range(inner), (f, d), config.gate_up, activation)
+    y = product(h, (inner,), (d, f), config.down)
 
     # One choice after the other: a token's sum never depends on where weights are or who else is there. Padding tokens
     # have no row, and their weights may be anything.
@@ -199,12 +210,13 @@ def _grouped_product(
     first_host_page: Int32[Array, ""],
     *,
     matrices: Sequence[int],
+    activation: str | None,
     width: int,
     launch: Launch,
     blocks: int,
     contiguous: bool = False,
 ) -> Float[Array, "rows width"]:
-    """`x @ w^T` with the matrix of each tile's expert, of two matrices `silu(x @ w1^T) * (x @ w3^T)`.
+    """`x @ w^T` with the matrix of each tile's expert, or an activation of such products.
 
     Pages hold `width` rows of weights, and possibly more that are padding. `contiguous` is for measurements: a kernel
     that knows no table and finds every page in `host`, in order.
@@ -339,10 +351,11 @@ def _grouped_product(
                     parts = values
                 else:
                     parts = [values[0][:, j * block : (j + 1) * block] for j in range(len(matrices))]
-                if len(matrices) == 1:
-                    return parts[0]
-                gate, up = parts
-                return gate / (1 + jnp.exp(-gate)) * up
+                if activation == "silu":
+                    gate, up = parts
+                    return gate / (1 + jnp.exp(-gate)) * up
+                (result,) = parts
+                return jnp.square(jnp.maximum(result, 0)) if activation == "relu2" else result
 
             def store(result, first_row, first_col):
                 for i, col in enumerate(range(0, part_cols, launch.store)):
