@@ -18,9 +18,10 @@ the gate/up launch, which copy host pages to pool pages through the pool's Ref a
 
 Few tokens per expert: the weights are the M side of wgmma (64 rows per warpgroup), the tokens its N side, and the
 result is turned on its way to shared memory. Many: the tokens are the M side, and a warpgroup whose rows only fill
-the tile skips its products.
+the tile skips its products. A result is stored while the first products of the next item run.
 
-Rows that only fill a tile hold zeros. Tiles past `num_tiles` cost nothing, and what lies in their rows is never read.
+Rows of a product do not depend on each other, and rows that only fill a tile are never read in the end: they hold
+whatever the gather finds, which may be NaN. Tiles past `num_tiles` cost nothing but their share of the gather.
 """
 
 from collections.abc import Sequence
