@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int32
 from rimuru_jax.array_types import Pool, Queries
 from rimuru_jax.pallas.implementation import Implementation, resolve
 from rimuru_jax.pallas.memory_view import MemoryView
-from rimuru_jax.pallas.paged_attention import reference
+from rimuru_jax.pallas.paged_attention import mosaic_gpu, reference
 
 PREFILL_TILE = 32
 
@@ -42,7 +42,6 @@ def paged_attention(
         sliding_window: a query sees this many tokens, itself included.
         sinks: a logit per head that joins the softmax denominator.
     """
-    resolve("paged_attention", implementation, ("reference",))
     if len(view.page_shape) != 4 or view.page_shape[0] != 2 or view.page_shape[3] != queries.shape[2]:
         raise ValueError(f"queries of shape {queries.shape} do not fit KV pages of shape {view.page_shape}")
     if queries.shape[1] % view.page_shape[1]:
@@ -51,6 +50,25 @@ def paged_attention(
         )
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window is {sliding_window}, but a query sees at least itself")
+    chosen = resolve(
+        "paged_attention",
+        implementation,
+        ("reference", "mosaic_gpu"),
+        refusal=mosaic_gpu.refusal(queries, view, scale=scale),
+    )
+    if chosen == "mosaic_gpu":
+        return mosaic_gpu.paged_attention(
+            queries,
+            pool,
+            view,
+            page_table,
+            query_start,
+            context_len,
+            scale=scale,
+            max_query_len=max_query_len,
+            sliding_window=sliding_window,
+            sinks=sinks,
+        )
     return reference.paged_attention(
         queries,
         pool,
