@@ -59,15 +59,15 @@ def fetch_tiles(
 
         @pl.when(i < count)
         def _():
-            sources = []
-            for j in range(tile // box):
-                token = jnp.minimum((first + i) * tile + j * box, last_token)
-                offset = lax.rem(token, jnp.int32(page_tokens))
-                offset -= lax.rem(offset, jnp.int32(box))
-                sources.append((table[row, lax.div(token, jnp.int32(page_tokens))], offset))
+            tokens = [jnp.minimum((first + i) * tile + j * box, last_token) for j in range(tile // box)]
+            pages = [table[row, lax.div(token, jnp.int32(page_tokens))] for token in tokens]
             for smem, ready, part in ((k_smem, k_ready, head), (v_smem, v_ready, kv_heads + head)):
-                for j, (page, offset) in enumerate(sources):
-                    start = pl.multiple_of(part * page_tokens + offset, 8)
+                for j, page in enumerate(pages):
+                    start = part * page_tokens
+                    if box < page_tokens:
+                        offset = lax.rem(tokens[j], jnp.int32(page_tokens))
+                        start += offset - lax.rem(offset, jnp.int32(box))
+                    start = pl.multiple_of(start, 8)
                     plgpu.copy_gmem_to_smem(
                         kv.at[page, pl.ds(start, box)], smem.at[slot, pl.ds(j * box, box)], ready.at[slot]
                     )
