@@ -61,14 +61,19 @@ INTERPRETED = {
         {"decode": DecodeConfig(tile=64, steps=2, items=3), "sliding_window": 70, "sinks": True},
     ),
     "mixed": (
-        [(130, 1), (0, 0), (0, 21), (100, 9)],
+        [(130, 1), (0, 0), (0, 21), (250, 9)],  # more tiles than the ring has slots
         {"heads": 8, "kv_heads": 1, "dim": 64},
         {"decode": DecodeConfig(tile=64, steps=2, items=2), "prefill": PrefillConfig(tile=64, steps=2)},
     ),
-    "prefill, window, sinks, head of 96": (
-        [(70, 18)],
+    "mixed, window, sinks, tokens that share units": (
+        [(70, 18), (0, 0), (90, 1), (2, 5)],
         {"heads": 3, "kv_heads": 1, "dim": 96},
-        {"prefill": PrefillConfig(tile=32, steps=2), "sliding_window": 40, "sinks": True},
+        {
+            "decode": DecodeConfig(tile=64, steps=2, items=2),
+            "prefill": PrefillConfig(tile=64, steps=2),
+            "sliding_window": 40,
+            "sinks": True,
+        },
     ),
 }
 
@@ -94,6 +99,7 @@ SHAPES = {
     "9/3 heads of 64": (9, 3, 64),
     "64/8 heads of 64": (64, 8, 64),
     "32/32 heads of 96": (32, 32, 96),
+    "32/16 heads of 128": (32, 16, 128),
 }
 
 

@@ -63,13 +63,15 @@ class DecodeConfig:
 def plan(
     context_len: Int32[Array, " S"],
     query_start: Int32[Array, " S+1"],
+    unit_start: Int32[Array, " S"],
     config: DecodeConfig,
     window: int | None,
-) -> tuple[Int32[Array, "items 5"], Int32[Array, "S 3"]]:
-    """Work items and, for the merge, the rows.
+) -> tuple[Int32[Array, "7 items"], Int32[Array, "7 S"]]:
+    """What each work item is, and the same of each row.
 
-    Items are (row, first tile, tiles, context length, query token), tiles 0 where there is nothing to do; rows are
-    (first item, items, query token), items 0 for a row that is no decode.
+    (row, context length, unit of the query, first tile, tiles, items, first item) of a row, and of the row that an item
+    belongs to; all 0 for an item that does not exist, no items for a row that is no decode. Sums over comparisons take
+    the place of a prefix sum and a search, which would be more kernels.
     """
     rows = context_len.shape[0]
     first_tile = jnp.zeros_like(context_len)
@@ -79,18 +81,14 @@ def plan(
     tiles = jnp.where(is_decode, (context_len + (config.tile - 1)) // config.tile - first_tile, 0)
     run = jnp.maximum((jnp.sum(tiles) + (config.items - 1)) // config.items, 1)
     pieces = (tiles + (run - 1)) // run
-    end = jnp.cumsum(pieces, dtype=jnp.int32)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    start = jnp.sum(jnp.where(row[None, :] < row[:, None], pieces[None, :], 0), axis=1)
 
     # Rounding up adds at most one item a row.
-    item = jnp.arange(config.items + rows, dtype=jnp.int32)
-    row = jnp.sum((end[None, :] <= item[:, None]).astype(jnp.int32), axis=1)
-    exists = row < rows
-    row = jnp.minimum(row, rows - 1)
-    piece, of = item - (end - pieces)[row], jnp.maximum(pieces[row], 1)
-    start, stop = piece * tiles[row] // of, (piece + 1) * tiles[row] // of
-    count = jnp.where(exists, stop - start, 0)
-    items = jnp.stack([row, first_tile[row] + start, count, context_len[row], query_start[row]], axis=1)
-    return items, jnp.stack([end - pieces, pieces, query_start[:-1]], axis=1)
+    item = jnp.arange(config.items + rows, dtype=jnp.int32)[:, None]
+    is_its = (start[None, :] <= item) & (item < (start + pieces)[None, :])
+    of_rows = jnp.stack([row, context_len, unit_start, first_tile, tiles, pieces, start])
+    return jnp.sum(jnp.where(is_its[None], of_rows[:, None, :], 0), axis=2), of_rows
 
 
 def column_pieces(head_dim: int) -> list[int]:
@@ -99,10 +97,10 @@ def column_pieces(head_dim: int) -> list[int]:
 
 
 def attend_items(
-    queries: Float[Array, "T N G h"],
+    queries: Float[Array, "U N G h"],
     kv: Array,
     page_table: Int32[Array, "S W"],
-    items: Int32[Array, "items 5"],
+    items: Int32[Array, "7 items"],
     *,
     page_tokens: int,
     scale: float,
@@ -124,7 +122,11 @@ def attend_items(
         items, table, q, kv, out, lse, q_smem, k_smem, v_smem, p_smem, o_smem, lse_smem, q_ready, k_ready, v_ready, consumed
     ):  # fmt: skip
         item, head = lax.axis_index("item"), lax.axis_index("head")
-        row, first, count, length, token = (items[item, i] for i in range(5))
+        row, length, unit, first_tile, tiles, pieces, first_item = (items[i, item] for i in range(7))
+        piece, of = item - first_item, jnp.maximum(pieces, 1)
+        first = lax.div(piece * tiles, of)
+        count = lax.div((piece + 1) * tiles, of) - first
+        first += first_tile
 
         @pl.when(jnp.logical_and(lax.axis_index("wg") == 1, count > 0))
         def _fetch():
@@ -136,7 +138,7 @@ def attend_items(
 
         @pl.when(jnp.logical_and(lax.axis_index("wg") == 0, count > 0))
         def _compute():
-            plgpu.copy_gmem_to_smem(q.at[token, head], q_smem, q_ready)
+            plgpu.copy_gmem_to_smem(q.at[unit, head], q_smem, q_ready)
             plgpu.barrier_wait(q_ready)
             position = plgpu.broadcasted_iota(jnp.int32, (tile, group), 0, layout=plgpu.Layout.WGMMA)
 
@@ -191,7 +193,7 @@ def attend_items(
             plgpu.copy_smem_to_gmem(lse_smem, lse.at[item, head])
             plgpu.wait_smem_to_gmem(0)
 
-    bf16, f32, count = jnp.bfloat16, jnp.float32, items.shape[0]
+    bf16, f32, count = jnp.bfloat16, jnp.float32, items.shape[1]
     kernel = plgpu.kernel(
         body,
         out_type=(
@@ -224,19 +226,19 @@ def merge_items(
     out: Any,
     partial: Float[Array, "items N h G"],
     lse: Float[Array, "items N G"],
-    rows: Int32[Array, "S 3"],
+    rows: Int32[Array, "7 S"],
     sinks: Float[Array, "N G"] | None,
     *,
     interpret: Any,
 ) -> None:
-    """Write the decode rows of `out`, a Ref of `[T, N, G, h]`."""
+    """Write the units of decode rows in `out`, a Ref of `[U, N, G, h]`."""
     _, kv_heads, head_dim, group = partial.shape
     columns = column_pieces(head_dim)
 
     def body(rows, partial, lse, *refs):
         sinks, out, o_smem = (refs if len(refs) == 3 else (None, *refs))  # fmt: skip
         row, head = lax.axis_index("row"), lax.axis_index("head")
-        first, count, token = (rows[row, i] for i in range(3))
+        unit, count, first = (rows[i, row] for i in (2, 5, 6))
 
         @pl.when(count > 0)
         def _():
@@ -283,12 +285,12 @@ def merge_items(
                     jnp.bfloat16
                 )
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(o_smem, out.at[token, head])
+            plgpu.copy_smem_to_gmem(o_smem, out.at[unit, head])
             plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
         body,
-        grid=(rows.shape[0], kv_heads),
+        grid=(rows.shape[1], kv_heads),
         grid_names=("row", "head"),
         scratch_types=[plgpu.SMEM((group, head_dim), jnp.bfloat16)],
         compiler_params=plgpu.CompilerParams(approx_math=True),

@@ -14,10 +14,9 @@ from rimuru_jax.array_types import Pool, Queries
 from rimuru_jax.pallas.memory_view import MemoryView
 from rimuru_jax.pallas.paged_attention import mosaic_decode, mosaic_prefill
 from rimuru_jax.pallas.paged_attention.mosaic_decode import DecodeConfig
+from rimuru_jax.pallas.paged_attention.mosaic_packing import UNIT_ROWS, Packing
 from rimuru_jax.pallas.paged_attention.mosaic_prefill import PrefillConfig
 
-GROUPS = (8, 16, 32, 64)
-"""Query heads per key/value head that the kernels know; other numbers are padded."""
 H200_MULTIPROCESSORS = 132
 
 
@@ -28,8 +27,8 @@ def refusal(queries: Queries, view: MemoryView, *, scale: float) -> str | None:
         return f"it computes in bfloat16, but queries are {queries.dtype} and pages {view.dtype}"
     if not 64 <= head_dim <= 256 or head_dim % 32:
         return f"head_dim is {head_dim}, but must be a multiple of 32 from 64 to 256"
-    if queries.shape[1] // kv_heads > GROUPS[-1]:
-        return f"{queries.shape[1]} query heads share {kv_heads} key/value heads, but at most {GROUPS[-1]} may share one"
+    if queries.shape[1] // kv_heads > UNIT_ROWS[-1]:
+        return f"{queries.shape[1]} query heads share {kv_heads} key/value heads, but at most {UNIT_ROWS[-1]} may share one"
     if page_tokens % 8 or view.stride % (8 * head_dim):
         return (
             f"pages hold {page_tokens} tokens and lie {view.stride / head_dim:g} rows apart, "
@@ -65,18 +64,19 @@ def paged_attention(
     tokens, num_heads, head_dim = queries.shape
     _, kv_heads, page_tokens, _ = view.page_shape
     group = num_heads // kv_heads
-    padded = next(size for size in GROUPS if size >= group)
+    packing = Packing.choose(group, max_query_len)
     if decode is None:
-        decode = DecodeConfig.choose(head_dim, kv_heads, padded, _multiprocessors())
+        decode = DecodeConfig.choose(head_dim, kv_heads, packing.rows, _multiprocessors())
     if prefill is None:
         prefill = PrefillConfig.choose(head_dim)
 
-    q = queries.reshape(tokens, kv_heads, group, head_dim)
+    unit_start = packing.starts(query_start)
+    q = packing.pack(queries.reshape(tokens, kv_heads, group, head_dim), query_start, unit_start)
     if sinks is not None:
-        sinks = sinks.astype(jnp.float32).reshape(kv_heads, group)
-    if padded > group:
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - group), (0, 0)))
-        sinks = None if sinks is None else jnp.pad(sinks, ((0, 0), (0, padded - group)))
+        sinks = jnp.pad(
+            sinks.astype(jnp.float32).reshape(kv_heads, group), ((0, 0), (0, packing.heads - group))
+        )
+        sinks = jnp.tile(sinks, (1, packing.tokens))
     kv = view.typed(pool)
     kv = kv.reshape(kv.shape[0], -1, head_dim)
 
@@ -86,16 +86,18 @@ def paged_attention(
         "window": sliding_window,
         "interpret": interpret,
     }
-    items, rows = mosaic_decode.plan(context_len, query_start, decode, sliding_window)
+    items, rows = mosaic_decode.plan(context_len, query_start, unit_start[:-1], decode, sliding_window)
     partial, lse = mosaic_decode.attend_items(q, kv, page_table, items, config=decode, **options)
     if max_query_len == 1:
-        out = jnp.zeros_like(q)
+        out = q  # tokens of no row give their queries, which are finite, at no cost
     else:
-        tiles = mosaic_prefill.plan(context_len, query_start, tokens, padded)
-        out = mosaic_prefill.attend_tiles(q, kv, page_table, tiles, sinks, config=prefill, **options)
+        tiles = mosaic_prefill.plan(context_len, query_start, unit_start, tokens, packing)
+        out = mosaic_prefill.attend_tiles(
+            q, kv, page_table, tiles, sinks, packing=packing, config=prefill, **options
+        )
     ref = jax.new_ref(out)
     mosaic_decode.merge_items(ref, partial, lse, rows, sinks, interpret=interpret)
-    return jax.freeze(ref)[:, :, :group].reshape(queries.shape)
+    return packing.unpack(jax.freeze(ref), query_start, unit_start, tokens, group).reshape(queries.shape)
 
 
 def _multiprocessors() -> int:

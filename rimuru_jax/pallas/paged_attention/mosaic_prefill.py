@@ -1,11 +1,11 @@
 """Prefill attention on Hopper: ragged chunks of queries over the paged context of their rows.
 
-    tile of queries = `ROWS / G` consecutive tokens of one row, each with the G query heads of one key/value head
+    unit            = tokens of one row that follow each other, with the query heads of one key/value head (`Packing`)
+    tile of queries = as many units of one row as make 128 rows of a matrix
     block           = (tile, key/value head): two warpgroups of 64 rows compute, a third fetches pages
 
-Queries lie on the M side of wgmma, row r of a warpgroup being token `r // G`, head `r % G`: the heads of a group share
-every tile of keys and values. The two warpgroups take turns, one multiplying while the other is in its softmax. Only
-tiles that reach past a warpgroup's first query are masked.
+Queries lie on the M side of wgmma and heads are innermost: those of a group share every tile of keys and values. The two
+warpgroups take turns, one multiplying while the other is in its softmax. Only tiles that reach past a warpgroup's first query are masked.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
+from rimuru_jax.pallas.paged_attention.mosaic_packing import Packing
 from rimuru_jax.pallas.paged_attention.mosaic_tiles import (
     LOG2_E,
     NEGATIVE,
@@ -35,7 +36,7 @@ ROWS = WARPGROUP_ROWS * COMPUTE_WARPGROUPS
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig:
     tile: int
-    """Tokens of a tile of keys and values, a multiple of 16."""
+    """Tokens of a tile of keys and values, a multiple of 64."""
     steps: int
     """Tiles of keys and values in flight in shared memory."""
 
@@ -46,49 +47,53 @@ class PrefillConfig:
 
 
 def plan(
-    context_len: Int32[Array, " S"], query_start: Int32[Array, " S+1"], tokens: int, group: int
-) -> Int32[Array, "tiles 5"]:
-    """Tiles of queries (row, first token, tokens, position of the first, context length), tokens 0 where there is none.
+    context_len: Int32[Array, " S"],
+    query_start: Int32[Array, " S+1"],
+    unit_start: Int32[Array, " S+1"],
+    tokens: int,
+    packing: Packing,
+) -> Int32[Array, "5 tiles"]:
+    """Tiles of queries (row, first unit, units, position of the first token, context length), units 0 where there is none.
 
     Rows of one query are left to decode. Tokens behind the last row form a row without a context, which gives zeros.
     Tiles with the longest context come first, since they take longest.
     """
-    size = ROWS // group
+    size, per_unit = ROWS // packing.rows, packing.tokens
     rows = context_len.shape[0] + 1
-    start = query_start
     query_len = jnp.append(query_start[1:], jnp.int32(tokens)) - query_start
     context_len = jnp.append(context_len, jnp.int32(0))
-    is_decode = (query_len == 1) & (jnp.arange(rows) < rows - 1)
-    tiles = jnp.where(is_decode, 0, (query_len + (size - 1)) // size)
-    end = jnp.cumsum(tiles, dtype=jnp.int32)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    units = (query_len + (per_unit - 1)) // per_unit
+    tiles = jnp.where((query_len == 1) & (row < rows - 1), 0, (units + (size - 1)) // size)
+    end = jnp.sum(jnp.where(row[None, :] <= row[:, None], tiles[None, :], 0), axis=1)
 
-    tile = end[-1] - 1 - jnp.arange(-(-tokens // size) + rows, dtype=jnp.int32)
+    tile = end[-1] - 1 - jnp.arange(-(-packing.units(tokens, rows) // size) + rows, dtype=jnp.int32)
     row = jnp.sum((end[None, :] <= tile[:, None]).astype(jnp.int32), axis=1)
     first = (tile - (end - tiles)[row]) * size
-    count = jnp.where(tile >= 0, jnp.minimum(query_len[row] - first, size), 0)
-    position = jnp.maximum(context_len - query_len, 0)[row] + first
-    return jnp.stack(
-        [jnp.minimum(row, rows - 2), start[row] + first, count, position, context_len[row]], axis=1
-    )
+    count = jnp.where(tile >= 0, jnp.minimum(units[row] - first, size), 0)
+    position = jnp.maximum(context_len - query_len, 0)[row] + first * per_unit
+    # The row behind the last has no pages, but a number within the table.
+    return jnp.stack([jnp.minimum(row, rows - 2), unit_start[row] + first, count, position, context_len[row]])
 
 
 def attend_tiles(
-    queries: Float[Array, "T N G h"],
+    queries: Float[Array, "U N R h"],
     kv: Array,
     page_table: Int32[Array, "S W"],
-    tiles: Int32[Array, "tiles 5"],
-    sinks: Float[Array, "N G"] | None,
+    tiles: Int32[Array, "5 tiles"],
+    sinks: Float[Array, "N R"] | None,
     *,
+    packing: Packing,
     page_tokens: int,
     scale: float,
     window: int | None,
     config: PrefillConfig,
     interpret: Any,
-) -> Float[Array, "T N G h"]:
-    """Outputs of the tokens in `tiles`; others are unwritten. `kv` is the pool as `[pages, rows of a page, h]`."""
-    tokens, kv_heads, group, head_dim = queries.shape
+) -> Float[Array, "U N R h"]:
+    """Outputs of the units in `tiles`; others are unwritten. `kv` is the pool as `[pages, rows of a page, h]`."""
+    units, kv_heads, unit_rows, head_dim = queries.shape
     tile, steps = config.tile, config.steps
-    warpgroup_tokens = WARPGROUP_ROWS // group
+    warpgroup_units = WARPGROUP_ROWS // unit_rows
     to_log2 = scale * LOG2_E
     # Of a thread. The block starts with 3 x 168 for its three warpgroups: with a larger sum it would wait for ever.
     few, many = (40, 232) if head_dim <= 128 else (24, 240)
@@ -105,8 +110,8 @@ def attend_tiles(
             refs if len(refs) == 11 else (None, *refs)
         )
         warpgroup, head = lax.axis_index("wg"), lax.axis_index("head")
-        row, first_token, count, position, context = (tiles[lax.axis_index("tile"), i] for i in range(5))
-        stop = lax.div(jnp.minimum(position + count, context) + (tile - 1), jnp.int32(tile))
+        row, first_unit, count, position, context = (tiles[i, lax.axis_index("tile")] for i in range(5))
+        stop = lax.div(jnp.minimum(position + count * packing.tokens, context) + (tile - 1), jnp.int32(tile))
         start = jnp.int32(0)
         if window is not None:
             start = jnp.minimum(lax.div(jnp.maximum(position - (window - 1), 0), jnp.int32(tile)), stop)
@@ -124,16 +129,16 @@ def attend_tiles(
         def _compute():
             plgpu.set_max_registers(many, action="increase")
             own, ready = q_smem.at[warpgroup], q_ready.at[warpgroup]
-            skipped = warpgroup * warpgroup_tokens
+            skipped = warpgroup * warpgroup_units
 
             def rows_of(i):
-                return own.at[pl.ds(i * group, group)]
+                return own.at[pl.ds(i * unit_rows, unit_rows)]
 
-            for i in range(warpgroup_tokens):
-                token = jnp.minimum(first_token + skipped + i, tokens - 1)
-                plgpu.copy_gmem_to_smem(q.at[token, head], rows_of(i), ready)
+            for i in range(warpgroup_units):
+                unit = jnp.minimum(first_unit + skipped + i, units - 1)
+                plgpu.copy_gmem_to_smem(q.at[unit, head], rows_of(i), ready)
             plgpu.barrier_wait(ready)
-            first_position = position + skipped
+            first_position = position + skipped * packing.tokens
 
             def take_turns():
                 plgpu.barrier_arrive(turns)
@@ -157,7 +162,7 @@ def attend_tiles(
                         for axis in (0, 1)
                     )
                     # How far each key lies behind its query.
-                    behind = first_position - i * tile + lax.div(query, jnp.int32(group)) - key
+                    behind = first_position - i * tile + lax.div(query, jnp.int32(packing.heads)) - key
                     visible = behind >= 0
                     if window is not None:
                         visible = jnp.logical_and(visible, behind < window)
@@ -195,9 +200,9 @@ def attend_tiles(
             total = jnp.where(total > 0, total, 1.0)  # nothing seen: 0 / 1
             own[...] = (acc * _over(1.0 / total, acc)).astype(jnp.bfloat16)
             plgpu.commit_smem()
-            for i in range(warpgroup_tokens):
+            for i in range(warpgroup_units):
                 pl.when(skipped + i < count)(
-                    lambda i=i: plgpu.copy_smem_to_gmem(rows_of(i), out.at[first_token + skipped + i, head])
+                    lambda i=i: plgpu.copy_smem_to_gmem(rows_of(i), out.at[first_unit + skipped + i, head])
                 )
             plgpu.wait_smem_to_gmem(0)
 
@@ -205,7 +210,7 @@ def attend_tiles(
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(queries.shape, bf16),
-        grid=(tiles.shape[0], kv_heads),
+        grid=(tiles.shape[1], kv_heads),
         grid_names=("tile", "head"),
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="wg",
@@ -213,7 +218,7 @@ def attend_tiles(
             plgpu.SMEM((COMPUTE_WARPGROUPS, WARPGROUP_ROWS, head_dim), bf16),
             plgpu.SMEM((steps, tile, head_dim), bf16),
             plgpu.SMEM((steps, tile, head_dim), bf16),
-            plgpu.Barrier(num_arrivals=warpgroup_tokens, num_barriers=COMPUTE_WARPGROUPS),
+            plgpu.Barrier(num_arrivals=warpgroup_units, num_barriers=COMPUTE_WARPGROUPS),
             plgpu.Barrier(num_arrivals=copies, num_barriers=steps),
             plgpu.Barrier(num_arrivals=copies, num_barriers=steps),
             plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=steps),
@@ -226,7 +231,7 @@ def attend_tiles(
     extra = ()
     if sinks is not None:
         # One value per row of a warpgroup.
-        extra = (jnp.tile(sinks, (1, warpgroup_tokens)),)
+        extra = (jnp.tile(sinks, (1, warpgroup_units)),)
     return kernel(tiles, page_table, queries, kv, *extra)
 
 
