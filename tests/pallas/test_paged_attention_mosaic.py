@@ -87,7 +87,7 @@ def test_interpreted(rows, shape, options):
         case,
         padding=3,
         sinks=None if sinks is None else jnp.asarray(sinks),
-        interpret=plgpu.InterpretGPUParams(),
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
         **options,
     )
     assert_close(got, case.dense(options.get("sliding_window"), sinks))

@@ -95,8 +95,9 @@ def attend_tiles(
     tile, steps = config.tile, config.steps
     warpgroup_units = WARPGROUP_ROWS // unit_rows
     to_log2 = scale * LOG2_E
-    # Of a thread. The block starts with 3 x 168 for its three warpgroups: with a larger sum it would wait for ever.
-    few, many = (40, 232) if head_dim <= 128 else (24, 240)
+    # Of a thread, so that nothing spills but a little at heads of 256. The block starts with 3 x 168 for its three
+    # warpgroups: with a larger sum it would wait for ever.
+    few, many = (56, 224) if head_dim <= 96 else (40, 232) if head_dim <= 128 else (24, 240)
     per_row, square = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
 
     def accumulate(x, a, b):
@@ -139,6 +140,8 @@ def attend_tiles(
                 plgpu.copy_gmem_to_smem(q.at[unit, head], rows_of(i), ready)
             plgpu.barrier_wait(ready)
             first_position = position + skipped * packing.tokens
+            row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=per_row)
+            own_position = first_position + lax.div(row, jnp.int32(packing.heads))
 
             def take_turns():
                 plgpu.barrier_arrive(turns)
@@ -157,15 +160,11 @@ def attend_tiles(
                 scores = pl.run_scoped(scores_of, plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, tile)))
                 plgpu.barrier_arrive(k_consumed.at[slot])
                 if masked:
-                    query, key = (
-                        plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=square)
-                        for axis in (0, 1)
-                    )
-                    # How far each key lies behind its query.
-                    behind = first_position - i * tile + lax.div(query, jnp.int32(packing.heads)) - key
-                    visible = behind >= 0
+                    key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=square)
+                    last = _over(own_position - i * tile, scores)
+                    visible = key <= last
                     if window is not None:
-                        visible = jnp.logical_and(visible, behind < window)
+                        visible = jnp.logical_and(visible, key > last - window)
                     scores = jnp.where(visible, scores, NEGATIVE)
                 new_best = jnp.maximum(best, scores.max(axis=1) * to_log2)
                 shrink = jnp.exp2(best - new_best)
