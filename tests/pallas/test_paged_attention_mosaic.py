@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernels of paged attention: their numbers in the GPU interpreter, their code for real shapes, their refusals.
+"""The Mosaic GPU kernels of paged attention: plans, numbers in the GPU interpreter, code for real shapes, refusals.
 
 Tests marked gpu compare them on the card with dense attention, and with the reference where that would take too long.
 """
@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rimuru_jax.pallas.memory_view import MemoryView
-from rimuru_jax.pallas.paged_attention import mosaic_gpu, paged_attention
+from rimuru_jax.pallas.paged_attention import mosaic_decode, mosaic_gpu, mosaic_prefill, paged_attention
 from rimuru_jax.pallas.paged_attention.mosaic_decode import DecodeConfig
+from rimuru_jax.pallas.paged_attention.mosaic_packing import Packing
 from rimuru_jax.pallas.paged_attention.mosaic_prefill import PrefillConfig
 from tests.pallas.paged import NAN_WORD, view
 from tests.pallas.test_paged_attention import RAGGED, Case
@@ -91,6 +94,80 @@ def test_interpreted(rows, shape, options):
         **options,
     )
     assert_close(got, case.dense(options.get("sliding_window"), sinks))
+
+
+TOKENS = 256
+# Few sizes, so that little is compiled; empty rows make fewer of them.
+ROWS = st.lists(st.tuples(st.integers(0, 700), st.integers(0, 40)), min_size=6, max_size=6)
+
+
+def lengths(rows: list[tuple[int, int]]) -> tuple[jax.Array, jax.Array]:
+    """Context lengths and query starts of rows of (tokens before, new tokens)."""
+    context = jnp.array([before + new if new else 0 for before, new in rows], jnp.int32)
+    return context, jnp.array(np.cumsum([0, *(new for _, new in rows)]), jnp.int32)
+
+
+@given(rows=ROWS, items=st.sampled_from([1, 3, 12]), window=st.sampled_from([None, 1, 100]))
+@settings(max_examples=40)
+def test_decode_plan_gives_every_tile_to_one_item(rows, items, window):
+    context, start = lengths([(before, min(new, 2)) for before, new in rows])
+    config = DecodeConfig(tile=64, steps=2, items=items)
+    planned, of_rows = (np.asarray(x) for x in mosaic_decode.plan(context, start, start[:-1], config, window))
+    covered = []
+    for item, (row, length, unit, first_tile, tiles, pieces, first_item) in enumerate(planned.T.tolist()):
+        if pieces:
+            assert (length, unit) == (context[row], start[row])
+            piece = item - first_item
+            run = range(first_tile + piece * tiles // pieces, first_tile + (piece + 1) * tiles // pieces)
+            assert len(run) > 0
+            covered += [(row, tile) for tile in run]
+    wanted = [
+        (row, tile)
+        for row, (length, new) in enumerate(zip(context.tolist(), np.diff(start), strict=True))
+        if new == 1
+        for tile in range(0 if window is None else max(0, length - window) // 64, -(-length // 64))
+    ]
+    assert covered == wanted
+    assert of_rows[5].sum() == np.count_nonzero(planned[5])
+    most = -(-len(wanted) // items)  # no item has more than its share
+    assert all(-(-tiles // pieces) <= most for tiles, pieces in planned[4:6].T if pieces)
+
+
+@given(rows=ROWS, group=st.sampled_from([1, 3, 7, 16]))
+@settings(max_examples=40)
+def test_prefill_plan_gives_every_query_to_one_tile(rows, group):
+    context, start = lengths(rows)
+    packing = Packing.choose(group, TOKENS)
+    unit_start = packing.starts(start)
+    tiles = np.asarray(mosaic_prefill.plan(context, start, unit_start, TOKENS, packing))
+    context, start, unit_start = (np.asarray(x) for x in (context, start, unit_start))
+    covered = {}
+    for row, first, count, position, length in tiles.T.tolist():
+        assert count * packing.rows <= mosaic_prefill.ROWS
+        for unit in range(first, first + count):
+            assert unit not in covered
+            covered[unit] = (row, position + (unit - first) * packing.tokens, length)
+    for row, new in enumerate(np.diff(start)):
+        first = context[row] - new
+        for i in range(-(-new // packing.tokens)):
+            if new > 1:
+                wanted = (row, first + i * packing.tokens, context[row])
+                assert covered.pop(int(unit_start[row]) + i) == wanted
+    # The rest are the units behind the rows, which have no context.
+    behind = range(int(unit_start[-1]), int(unit_start[-1]) - (-(TOKENS - int(start[-1])) // packing.tokens))
+    assert {unit: length for unit, (_, _, length) in covered.items()} == dict.fromkeys(behind, 0)
+
+
+@given(rows=ROWS, group=st.sampled_from([1, 3, 4]))
+@settings(max_examples=20)
+def test_units_hold_every_query(rows, group):
+    _, start = lengths(rows)
+    packing = Packing.choose(group, TOKENS)
+    queries = jnp.arange(TOKENS * 2 * group, dtype=jnp.float32).reshape(TOKENS, 2, group, 1)
+    unit_start = packing.starts(start)
+    units = packing.pack(queries, start, unit_start)
+    assert units.shape == (packing.units(TOKENS, len(rows) + 1), 2, packing.rows, 1)
+    np.testing.assert_array_equal(packing.unpack(units, start, unit_start, TOKENS, group), queries)
 
 
 SHAPES = {
