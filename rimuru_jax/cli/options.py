@@ -103,6 +103,9 @@ OffloadLimit = Annotated[
         help="Experts of a layer that may be away from the pool.",
     ),
 ]
+RecurrentDtype = Annotated[
+    Literal["float32", "bfloat16"], typer.Option(help="Type of stored recurrent states of hybrids.")
+]
 LoadingBufferExperts = Annotated[int, typer.Option(help="Experts of one loading-buffer set, at most.")]
 MEMORY_POLICIES = (
     "static: all experts resident; fixed: each layer at its floor; elastic: residency moves with the load."
@@ -130,6 +133,7 @@ def engine_options(
         int, typer.Option(help="Tokens of one step, at most.")
     ] = DEFAULTS.max_num_batched_tokens,
     block_size: BlockSize = None,
+    mamba_ssm_cache_dtype: RecurrentDtype = DEFAULTS.mamba_ssm_cache_dtype,
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"], typer.Option(help="Order of admission.")
     ] = DEFAULTS.scheduling_policy,

@@ -17,6 +17,7 @@ from rimuru_jax.cli.options import (
     MaxModelLen,
     OffloadLimit,
     PoolBytes,
+    RecurrentDtype,
 )
 from rimuru_jax.host.page_layout import EXPERT, PageLayout, format_bytes
 from rimuru_jax.host.pool_plan import MemoryPolicy, PoolPlan, choose_layout, plan_pool
@@ -34,9 +35,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 def plan(
     model: Annotated[Path, typer.Argument(help="Model folder, or a config.json of any size.")],
     dtype: Dtype = "bfloat16",
-    mamba_ssm_cache_dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Type of recurrent states of hybrids.")
-    ] = "float32",
+    mamba_ssm_cache_dtype: RecurrentDtype = DEFAULTS.mamba_ssm_cache_dtype,
     max_model_len: MaxModelLen = None,
     block_size: BlockSize = None,
     memory_policy: Annotated[

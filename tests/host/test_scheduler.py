@@ -374,3 +374,33 @@ def test_units_that_return_inside_a_shared_page_are_waited_for():
         world.add(prompt, tokens)
     world.drain()
     assert oldest.finish_reason == "length" and len(oldest.output_token_ids) == 6
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "double"])
+@pytest.mark.parametrize("hoard", ["expert", "ssm", "kv"])
+def test_every_kind_gets_its_minimum_whoever_holds_the_rest(kind, hoard):
+    """Law 6: experts, states or keys and values have taken everything above the floors when a newcomer arrives."""
+    world = _world(
+        kind=kind, memory_policy="elastic", pages=30, layers=2, experts=6, offload=5, matrices=3,
+        max_num_seqs=16, max_num_batched_tokens=64,
+    )  # fmt: skip
+    needs = {placed.kind.name: placed.units_for(2) for placed in world.layout.sequence_kinds}
+    if hoard != "expert":
+        # Sequences of few tokens are nearly all state, long ones nearly all keys and values.
+        for _ in range(12 if hoard == "ssm" else 4):
+            world.add(*((1, 20) if hoard == "ssm" else (20, 44)))
+        world.run(3)
+        while world.cache.shrinkable_experts or world.allocator.shortfall([(99, needs)]) <= 0:
+            assert len(world.scheduler.running) > 1, "they ended without taking everything"
+            world.step()
+    assert world.allocator.shortfall([(99, needs)]) > 0
+    newcomer = world.add(2, 3)
+    passes = 0
+    while not newcomer.finished:
+        world.step()
+        passes += 1
+        assert (world.cache.resident.sum(axis=1) >= world.cache.floor).all()
+        assert passes < 300
+    assert len(newcomer.output_token_ids) == 3
+    world.drain()
+    world.check_idle()
