@@ -148,9 +148,9 @@ DEFAULT_MODEL = {
     "num_experts_per_tok": 16, "max_position_embeddings": 8192, "rope_theta": 1e5, "tie_word_embeddings": True,
 }  # fmt: skip
 MODELS = {
-    # Every kind of state. Temporaries are small beside the pool because the models are.
+    # Every kind of state.
     **{
-        name: Shapes(parse_config({"model_type": name, **CONFIGS[name]}), "bfloat16", 4, 64, 256)
+        name: Shapes(parse_config({"model_type": name, **CONFIGS[name]}), "bfloat16", 2, 16, 256)
         for name in ("qwen3_next", "nemotron_h", "lfm2_moe", "gpt_oss")
     },
     "default": Shapes(parse_config(DEFAULT_MODEL), "bfloat16", 128, 2048),

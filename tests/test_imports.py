@@ -12,12 +12,13 @@ PACKAGE = Path(rimuru_jax.__file__).parent
 # A module may import modules of its own layer and of those before it.
 LAYERS = (
     ("host", "sampling_params", "outputs", "chat_template"),
-    ("config", "array_types", "tokenizer"),
+    ("config", "array_types", "tokenizer", "generation_config"),
     ("pallas",),
     ("models",),
     ("sampling", "serving_loop"),
     ("request_state",),
     ("engine",),
+    ("server",),
     ("cli",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -12,6 +12,7 @@ from rimuru_jax.cli.convert import convert
 from rimuru_jax.cli.generate import generate
 from rimuru_jax.cli.hotset import hotset
 from rimuru_jax.cli.plan import plan
+from rimuru_jax.cli.serve import serve
 
 USER_ERROR = 2
 INTERRUPTED = 128 + 2
@@ -29,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # its panels cut the names of long options
     invoke_without_command=True,
 )
-for command in (generate, chat, plan, convert):
+for command in (generate, chat, serve, plan, convert):
     app.command()(command)
 app.add_typer(hotset, name="hotset")
 

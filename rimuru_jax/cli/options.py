@@ -8,7 +8,6 @@ A *group* is a function whose keyword parameters are options and whose result is
 
 import functools
 import inspect
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Annotated, Any, Literal, Protocol
 import typer
 
 from rimuru_jax.config import EngineConfig
+from rimuru_jax.generation_config import recommended_sampling
 from rimuru_jax.sampling_params import SamplingParams
 
 
@@ -215,20 +215,8 @@ def sampling_options(
     given: dict[str, Any] = {name: value for name, value in locals().items() if value is not None}
 
     def resolve(folder: Path, *, n: int = 1) -> SamplingParams:
-        chosen: dict[str, Any] = {"n": n, "temperature": 0.0} | _generation_config(folder) | given
+        chosen: dict[str, Any] = {"n": n, "temperature": 0.0} | recommended_sampling(folder) | given
         return SamplingParams(**chosen)
 
     SamplingParams(**given)  # complain before anything is loaded
     return resolve
-
-
-def _generation_config(folder: Path) -> dict[str, Any]:
-    """What a model's authors recommend, under our names."""
-    try:
-        raw = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if raw.get("do_sample") is False:
-        return {}
-    wanted = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: raw[name] for name in wanted if raw.get(name) is not None}

@@ -1,0 +1,248 @@
+"""An engine whose steps run in a thread of their own, for any number of asynchronous callers.
+
+    engine thread        commands (add, abort) -> Engine.step -> newest output of each request
+    event loop           each caller awaits its own stream; only the newest output is kept for it
+
+So a client that reads slowly costs nothing but its own delay: what it misses is in the next output it takes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+from rimuru_jax.engine import Engine
+from rimuru_jax.outputs import RequestOutput
+from rimuru_jax.request_state import Prompt
+from rimuru_jax.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+type OutputListener = Callable[[list[RequestOutput], float], None]
+"""Called in the engine thread after every step with what changed and the step's duration in seconds."""
+
+
+class QueueFullError(Exception):
+    """So many requests wait already that another one is refused."""
+
+
+class ShuttingDownError(Exception):
+    """The server finishes what it has and takes nothing new."""
+
+
+class EngineFailedError(Exception):
+    """The engine met an error of its own; requests in flight are lost and no others can be served."""
+
+
+@dataclass(eq=False)
+class _Stream:
+    """What one caller has not seen yet."""
+
+    loop: asyncio.AbstractEventLoop
+    ready: asyncio.Event
+    latest: RequestOutput | None = None
+    error: Exception | None = None
+
+
+class AsyncEngine:
+    """Serves asynchronous callers from one engine.
+
+    Args:
+        engine: belongs to the engine thread from `start` on; nobody else may call it.
+        max_num_queued_reqs: requests that may wait for admission; None is no limit.
+        listener: told of every step.
+
+    Attributes:
+        failure: why the engine stopped serving; None while it is well.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_num_queued_reqs: int | None = None,
+        listener: OutputListener | None = None,
+    ) -> None:
+        self.engine = engine
+        self.failure: Exception | None = None
+        self._max_queued = max_num_queued_reqs
+        self._listener = listener
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._streams: dict[str, _Stream] = {}
+        self._arriving = 0  # added by callers, not yet taken in by the engine thread
+        self._accepting = True
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for admission."""
+        return self._arriving + len(self.engine.scheduler.waiting)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._streams)
+
+    async def generate(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput]:
+        """Serve one request, yielding it as it stands whenever it has changed since the last time.
+
+        Leaving the iterator early, by whatever way, aborts the request and frees its pages at once.
+
+        Raises:
+            ValueError: in one sentence, if it cannot be served.
+            QueueFullError, ShuttingDownError, EngineFailedError: it was not taken in, or is lost.
+        """
+        if self.failure is not None:
+            raise EngineFailedError(f"the engine has failed and serves no more requests: {self.failure}")
+        if not self._accepting:
+            raise ShuttingDownError("the server is shutting down and takes no new requests")
+        if self._max_queued is not None and self.num_queued >= self._max_queued:
+            raise QueueFullError(
+                f"{self.num_queued} requests wait already, which is the limit (max_num_queued_reqs); try again later"
+            )
+        stream = _Stream(asyncio.get_running_loop(), asyncio.Event())
+        if request_id in self._streams:
+            raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
+        self._streams[request_id] = stream
+        self._arriving += 1
+        self._command(lambda: self._add(request_id, prompt, params, priority))
+        finished = False
+        try:
+            while not finished:
+                await stream.ready.wait()
+                stream.ready.clear()
+                if stream.error is not None:
+                    finished = True
+                    raise stream.error
+                output = stream.latest
+                assert output is not None
+                finished = output.finished
+                yield output
+        finally:
+            self._streams.pop(request_id, None)
+            if not finished:
+                self._command(lambda: self._abort(request_id))
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its caller gets the output so far with the finish reason "abort"."""
+        self._command(lambda: self._abort(request_id))
+
+    async def drain(self, timeout: float) -> int:
+        """Take nothing new, wait up to `timeout` seconds for what runs, end the rest; returns how many were cut."""
+        self._accepting = False
+        deadline = time.monotonic() + timeout
+        while self._streams and self.failure is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        cut = list(self._streams)
+        for request_id in cut:
+            self.abort(request_id)
+        while self._streams and self.failure is None and time.monotonic() < deadline + 5:
+            await asyncio.sleep(0.02)
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join, 5)
+        return len(cut)
+
+    def run_in_engine[T](self, function: Callable[[Engine], T]) -> "asyncio.Future[T]":
+        """Call `function(engine)` between two steps; await the result."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: T | None, error: Exception | None) -> None:
+            if not future.cancelled():
+                future.set_exception(error) if error else future.set_result(result)  # type: ignore[arg-type]
+
+        def call() -> None:
+            try:
+                result, error = function(self.engine), None
+            except Exception as caught:
+                result, error = None, caught
+            loop.call_soon_threadsafe(settle, result, error)
+
+        if self.failure is not None:
+            future.set_exception(EngineFailedError(f"the engine has failed: {self.failure}"))
+        else:
+            self._command(call)
+        return future
+
+    # The engine thread ----------------------------------------------------------------------------------------------
+
+    def _command(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            if self.failure is None:
+                self._commands.append(command)
+                self._wake.notify()
+                return
+        command()  # the thread has ended, and nobody else uses the engine
+
+    def _run(self) -> None:
+        engine = self.engine
+        try:
+            while True:
+                with self._wake:
+                    while not (self._commands or engine.has_unfinished_requests() or self._stopping):
+                        self._wake.wait()
+                    commands, self._commands = self._commands, deque()
+                    if self._stopping and not commands and not engine.has_unfinished_requests():
+                        return
+                for command in commands:
+                    command()
+                if engine.has_unfinished_requests():
+                    begin = time.monotonic()
+                    outputs = engine.step()
+                    self._publish(outputs)
+                    if self._listener is not None:
+                        self._listener(outputs, time.monotonic() - begin)
+        except Exception as error:
+            logger.exception("the engine has failed")
+            self._fail(error)
+
+    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> None:
+        self._arriving -= 1
+        stream = self._streams.get(request_id)
+        if stream is None:  # its caller has left already
+            return
+        if self.failure is not None:
+            self._wake_up(stream, error=EngineFailedError(f"the engine has failed: {self.failure}"))
+            return
+        try:
+            self.engine.add_request(request_id, prompt, params, priority=priority)
+        except ValueError as error:
+            self._wake_up(stream, error=error)
+
+    def _abort(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+
+    def _publish(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.latest = output
+                self._wake_up(stream)
+
+    def _fail(self, error: Exception) -> None:
+        with self._wake:
+            self.failure = error
+            commands, self._commands = self._commands, deque()
+        self._accepting = False
+        for command in commands:
+            command()
+        for stream in list(self._streams.values()):
+            self._wake_up(stream, error=EngineFailedError(f"the engine has failed: {error}"))
+
+    def _wake_up(self, stream: _Stream, error: Exception | None = None) -> None:
+        if error is not None:
+            stream.error = error
+        with contextlib.suppress(RuntimeError):  # the loop of that caller is closed
+            stream.loop.call_soon_threadsafe(stream.ready.set)

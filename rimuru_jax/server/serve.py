@@ -1,0 +1,82 @@
+"""Running the server: a socket, an engine, and a clean end."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from rimuru_jax.engine import Engine
+from rimuru_jax.server.app import build_app
+from rimuru_jax.server.guard import ServerConfig
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; taken before a model is loaded, so that a port in use is known at once.
+
+    Raises ValueError, in one sentence, when the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    server = socket.socket(family, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind((host, port))
+        server.listen(2048)
+    except (OSError, OverflowError) as error:
+        server.close()
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ValueError(
+            f"cannot listen on {host}:{port} ({reason}); choose another --host or --port"
+        ) from error
+    return server
+
+
+def serve(
+    engine: Engine,
+    config: ServerConfig,
+    server_socket: socket.socket,
+    *,
+    shutdown_timeout: float,
+    ready: Callable[[], None],
+) -> int:
+    """Serve until SIGINT or SIGTERM, then finish what runs; see `serve_until`."""
+
+    async def until_signal() -> int:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        return await serve_until(stop, engine, config, server_socket, shutdown_timeout, ready)
+
+    return asyncio.run(until_signal())
+
+
+async def serve_until(
+    stop: asyncio.Event,
+    engine: Engine,
+    config: ServerConfig,
+    server_socket: socket.socket,
+    shutdown_timeout: float,
+    ready: Callable[[], None],
+) -> int:
+    """Serve until `stop` is set, then take nothing new and finish what runs for up to `shutdown_timeout` seconds.
+
+    `ready` is called once requests are answered. Returns how many requests were cut off at the end.
+    """
+    app = build_app(engine, config)
+    settings = uvicorn.Config(
+        app, log_level="warning", lifespan="off", access_log=False, timeout_graceful_shutdown=5, ws="none"
+    )
+    server = uvicorn.Server(settings)
+    running = asyncio.ensure_future(server._serve([server_socket]))  # `serve` without its own signal handlers
+    while not server.started and not running.done():
+        await asyncio.sleep(0.01)
+    ready()
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    cut = await app.state.engine.drain(shutdown_timeout)
+    server.should_exit = True
+    await running
+    return cut

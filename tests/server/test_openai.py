@@ -1,0 +1,210 @@
+"""The official client against the embedded default model."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+from rimuru_jax import Engine
+from tests.server.running import running
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[Engine, str]]:
+    # In float32 a token does not depend on who else is in the batch.
+    engine = Engine(
+        dtype="float32",
+        page_pool_bytes=256 << 20,
+        max_num_seqs=4,
+        max_num_batched_tokens=128,
+        max_model_len=512,
+    )
+    with running(engine, served_model_name="smol") as url:
+        yield engine, url
+
+
+@pytest.fixture(scope="module")
+def client(served: tuple[Engine, str]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served[1]}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def test_models(client):
+    (model,) = client.models.list().data
+    assert (model.id, model.owned_by) == ("smol", "rimuru_jax")
+
+
+def test_chat(client):
+    answer = client.chat.completions.create(model="smol", messages=QUESTION, temperature=0, max_tokens=24)
+    (choice,) = answer.choices
+    assert "Paris" in choice.message.content and choice.message.role == "assistant"
+    assert answer.usage.completion_tokens <= 24
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    shorter = client.chat.completions.create(
+        model="smol", messages=QUESTION, temperature=0, max_completion_tokens=2
+    )
+    assert shorter.choices[0].finish_reason == "length" and shorter.usage.completion_tokens == 2
+    assert choice.message.content.startswith(shorter.choices[0].message.content)
+
+
+def test_streams_add_up_to_the_answer(client):
+    options = {"model": "smol", "messages": QUESTION, "temperature": 0, "max_tokens": 12}
+    whole = client.chat.completions.create(**options)
+    chunks = list(
+        client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == whole.choices[0].message.content and len(chunks) > 4
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+
+
+def test_chat_logprobs(client):
+    options = {"model": "smol", "messages": QUESTION, "temperature": 0, "max_tokens": 4}
+    answer = client.chat.completions.create(**options, logprobs=True, top_logprobs=3)
+    content = answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content) == answer.choices[0].message.content
+    for entry in content:
+        assert len(entry.top_logprobs) == 3 and entry.logprob <= 0
+        # Greedy: the chosen token is the most probable one.
+        assert entry.top_logprobs[0].token == entry.token and entry.top_logprobs[0].logprob == entry.logprob
+        assert bytes(entry.bytes).decode() == entry.token
+    streamed = [
+        entry
+        for chunk in client.chat.completions.create(**options, logprobs=True, top_logprobs=3, stream=True)
+        for entry in chunk.choices[0].logprobs.content
+    ]
+    assert [entry.token for entry in streamed] == [entry.token for entry in content]
+
+
+def test_completions_of_several_prompts(client, served):
+    prompts = ["The capital of France is", "The water cycle"]
+    answer = client.completions.create(
+        model="smol", prompt=prompts, max_tokens=6, temperature=0, n=2, logprobs=1
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.choices[0].text == answer.choices[1].text == " Paris.\n\nThe answer"
+    logprobs = answer.choices[0].logprobs
+    assert "".join(logprobs.tokens) == answer.choices[0].text
+    assert [
+        answer.choices[0].text[at:].startswith(t)
+        for at, t in zip(logprobs.text_offset, logprobs.tokens, strict=True)
+    ]
+    ids = httpx.post(f"{served[1]}/tokenize", json={"prompt": prompts[0]}).json()["tokens"]
+    by_ids = client.completions.create(model="smol", prompt=ids, max_tokens=6, temperature=0)
+    assert by_ids.choices[0].text == answer.choices[0].text
+    echoed = client.completions.create(
+        model="smol", prompt=prompts[0], max_tokens=2, temperature=0, extra_body={"echo": True}
+    )
+    assert echoed.choices[0].text == "The capital of France is Paris."
+
+
+def test_stop_bias_and_seed(client):
+    prompt = "The capital of France is"
+    stopped = client.completions.create(
+        model="smol", prompt=prompt, max_tokens=8, temperature=0, stop=[".", "\n"]
+    )
+    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (" Paris", "stop")
+    token = 260  # whatever it is, 100 makes it certain
+    biased = client.completions.create(
+        model="smol", prompt=prompt, max_tokens=3, temperature=0, logit_bias={str(token): 100}, logprobs=0
+    )
+    assert len(set(biased.choices[0].logprobs.tokens)) == 1
+    one, same, other = (
+        client.completions.create(model="smol", prompt=prompt, max_tokens=8, temperature=1.5, seed=seed)
+        .choices[0]
+        .text
+        for seed in (1, 1, 2)
+    )
+    assert one == same != other
+
+
+def test_concurrent_streams_give_the_same_text_as_one_at_a_time(client):
+    def stream(seed: int) -> str:
+        chunks = client.completions.create(
+            model="smol", prompt="Once upon a time", max_tokens=10, temperature=0.9, seed=seed, stream=True
+        )
+        return "".join(chunk.choices[0].text for chunk in chunks)
+
+    alone = [stream(seed) for seed in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(stream, range(6)))
+    assert together == alone and len(set(alone)) > 3
+
+
+def test_tokenize_and_back(served):
+    url = served[1]
+    answer = httpx.post(f"{url}/tokenize", json={"messages": QUESTION}).json()
+    assert answer["count"] == len(answer["tokens"]) and answer["max_model_len"] == 512
+    text = httpx.post(f"{url}/detokenize", json={"tokens": answer["tokens"]}).json()["prompt"]
+    assert "What is the capital of France?" in text and text.endswith("<|im_start|>assistant\n")
+
+
+def test_metrics_and_pool(client, served):
+    engine, url = served
+    client.completions.create(model="smol", prompt="One", max_tokens=3)
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    values = {
+        line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")
+    }
+    label = '{model_name="smol"}'
+    assert values[f"vllm:generation_tokens_total{label}"] >= 3
+    assert (
+        values[f"vllm:time_to_first_token_seconds_count{label}"]
+        == values[f"vllm:e2e_request_latency_seconds_count{label}"]
+    )
+    assert values['vllm:request_success_total{finished_reason="length",model_name="smol"}'] >= 1
+    assert values[f"rimuru:resident_experts{label}"] > 0 and values[f"vllm:num_requests_running{label}"] == 0
+    pool = httpx.get(f"{url}/v1/pool").json()
+    assert sum(pool["experts"]["resident"]) == engine.experts.resident.sum()
+    assert pool["requests"] == [] and pool["kinds"]["kv"]["used"] == 0
+    assert {"admitted", "finished"} <= {event["name"] for event in pool["events"]}
+    total = pool["kinds"]["expert"]["total"]
+    assert total + pool["free_huge_pages"] == pool["huge_pages"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/v1/completions", {"prompt": "x", "model": "gpt-4"}, 404, "model 'gpt-4' is not served here, only 'smol'"),
+        ("/v1/completions", {}, 400, "prompt: Field required"),
+        ("/v1/completions", {"prompt": []}, 400, "prompt is empty"),
+        ("/v1/completions", {"prompt": [[]]}, 400, "the prompt is empty"),
+        ("/v1/completions", {"prompt": [10**6]}, 400, "prompt token id 1000000 is outside the vocabulary"),
+        ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature is -1.0; wanted a number from 0"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens is 0"),
+        ("/v1/completions", {"prompt": "x", "n": 129}, 400, "129 completions were asked for in one request"),
+        ("/v1/completions", {"prompt": "x" * 9000, "stream": True}, 400, "max_model_len is 512"),
+        ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix is 'y', but this server does not support it"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias has the key 'a'"),
+        ("/v1/completions", {"prompt": "x", "request_id": "\ud800"}, 400, "request_id: String should match pattern"),
+        ("/v1/completions", {"prompt": "\ud800"}, 400, "half of a surrogate pair"),
+        ("/v1/chat/completions", {"messages": []}, 400, ""),
+        ("/v1/chat/completions", {"messages": QUESTION, "top_logprobs": 2}, 400, "wants logprobs to be true"),
+        ("/v1/chat/completions", {"messages": QUESTION, "chat_template": "x"}, 400, "chat_template is not taken"),
+        ("/v1/chat/completions", {"messages": QUESTION, "response_format": {"type": "json_object"}}, 400, "not supported yet"),
+        ("/tokenize", {}, 400, "give either prompt or messages"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens has -1"),
+    ],
+)  # fmt: skip
+def test_bad_requests_get_one_sentence(served, path, body, status, message):
+    import json
+
+    answer = httpx.post(f"{served[1]}{path}", content=json.dumps(body), timeout=60)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert message in error["message"] and "\n" not in error["message"] and error["code"] == status
+
+
+def test_bodies_that_are_no_json(served):
+    for content in (b"", b"{", b"\xff\xfe", b'{"prompt": ' + b"[" * 100_000, b"[]", b'"x"'):
+        answer = httpx.post(f"{served[1]}/v1/completions", content=content)
+        assert answer.status_code == 400, content[:20]
+    assert httpx.get(f"{served[1]}/v1/completions").status_code == 405
+    assert httpx.get(f"{served[1]}/nothing").json()["error"]["message"] == "GET /nothing: Not Found"
+    assert httpx.get(f"{served[1]}/health").json() == {"status": "ok"}
