@@ -11,6 +11,7 @@ COMPILE_BOUND = (
     "tests/test_oracle.py",
     "tests/test_compiled_step.py",
     "tests/test_examples.py",
+    "tests/test_hybrid_pool.py",
     "tests/models/test_hybrid.py",
 )
 """Tests whose time is XLA's: without optimised code generation they take little more than half of it."""
