@@ -211,6 +211,31 @@ class PageAllocator:
             },
         )
 
+    def huge_page_uses(self) -> list[str]:
+        """What each huge page mostly holds: a kind, "buffer" (loading buffers), "pending", "free", or "scratch"."""
+        uses = np.array(["free"] * self.num_huge_pages, dtype=object)
+        uses[0] = "scratch"
+        for index, _ in self._level2:
+            store = self._stores[index]
+            parents = store.split.nonzero()[0]
+            rows = store.occupant[parents]
+            # What an L2 page holds: its own kind, or the level-3 kind whose parent it is.
+            held = np.full(store.occupant.shape, index, np.int64)
+            for below, _, above in self._level3:
+                if above == index:
+                    held.reshape(-1)[self._stores[below].split.nonzero()[0]] = below
+            choices = [(store.name, (rows > FREE) & (held[parents] == index) & (rows != BUFFERS))]
+            choices += [
+                (self._stores[below].name, (rows > FREE) & (held[parents] == below))
+                for below, _, above in self._level3
+                if above == index
+            ]
+            choices += [("buffer", rows == BUFFERS), ("pending", rows == PENDING)]
+            counts = np.stack([mask.sum(axis=1) for _, mask in choices])
+            names = np.array([name for name, _ in choices], dtype=object)
+            uses[parents] = names[counts.argmax(axis=0)]
+        return uses.tolist()
+
     def check_ledger(self) -> None:
         """Recount everything from the single pages. Raises AssertionError with the numbers that disagree."""
         ledger = self.ledger()

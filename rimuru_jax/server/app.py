@@ -7,11 +7,12 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from rimuru_jax.engine import Engine
@@ -40,8 +41,7 @@ from rimuru_jax.server.protocol import (
 
 logger = logging.getLogger(__name__)
 
-MAX_PROMPTS = 1024
-"""Prompts of one completion request."""
+_PAGE = Path(__file__).with_name("pool.html")
 
 
 class RefusedError(Exception):
@@ -85,6 +85,7 @@ class _Routes:
         app.post("/v1/chat/completions")(self.chat)
         app.get("/v1/models")(self.models)
         app.get("/v1/pool")(self.pool)
+        app.get("/", include_in_schema=False)(self.page)
         app.post("/tokenize")(self.tokenize)
         app.post("/detokenize")(self.detokenize)
         app.post("/abort_requests")(self.abort)
@@ -452,6 +453,10 @@ class _Routes:
             )
         except EngineFailedError as error:
             raise RefusedError(500, str(error), "server_error") from error
+
+    async def page(self) -> Response:
+        """The live view of `/v1/pool`: one file, no other resources."""
+        return FileResponse(_PAGE, media_type="text/html; charset=utf-8")
 
     async def abort(self, body: AbortRequest) -> dict[str, Any]:
         """End requests by the names they were given; unknown names are passed over."""

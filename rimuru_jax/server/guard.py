@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rimuru_jax.server.responses import error_body
 
-_OPEN_PATHS = ("/health", "/version", "/metrics")
+_OPEN_PATHS = ("/", "/health", "/version", "/metrics")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,7 @@ class ServerConfig:
 
     served_model_name: str
     api_key: str | None = None
-    """Asked for by everything but `/health`, `/version` and `/metrics`."""
+    """Asked for by everything but `/health`, `/version`, `/metrics` and the page at `/`, which asks its user."""
     max_num_queued_reqs: int | None = None
     """Requests that may wait for admission; more get status 429. None: no limit."""
     request_timeout: float | None = None

@@ -1,6 +1,7 @@
 """The page pool and everything in it, as JSON."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 from rimuru_jax.engine import Engine
@@ -27,17 +28,25 @@ def pool_state(engine: Engine, num_events: int) -> dict[str, Any]:
         "huge_pages": ledger.huge_pages,
         "free_huge_pages": ledger.free_huge_pages,
         "kinds": kinds,
+        "huge_page_uses": _runs(engine.allocator.huge_page_uses()),
         "experts": {
             "memory_policy": engine.plan.memory_policy,
             "per_layer": experts.resident.shape[1],
             "floor": experts.floor,
             "buffers": experts.buffer_experts,
             "resident": experts.resident.sum(axis=1).tolist(),
+            # One character per expert: 1 resident, 0 away.
+            "map": ["".join(map(str, layer)) for layer in experts.resident.astype(int).tolist()],
         },
         "requests": [_request(request) for request in (*engine.scheduler.running, *engine.scheduler.waiting)],
         "metrics": engine.metrics.snapshot(),
         "events": [{"step": event.step, "name": event.name, **event.fields} for event in events],
     }
+
+
+def _runs(uses: list[str]) -> list[tuple[str, int]]:
+    """Equal neighbours together: (use, how many huge pages in a row)."""
+    return [(use, len(list(group))) for use, group in itertools.groupby(uses)]
 
 
 def _request(request: Request) -> dict[str, Any]:

@@ -332,6 +332,20 @@ def test_moving_experts_makes_whole_huge_pages() -> None:
     allocator.check_ledger()
 
 
+def test_uses_of_huge_pages() -> None:
+    allocator = hybrid(6)
+    buffers = 2 * (13 - 6)
+    assert allocator.huge_page_uses() == ["scratch", *["buffer"] * (buffers // 2), *["free"] * 6]
+    take(allocator, EXPERTS, expert=4)
+    take(allocator, 1, ssm=3, kv=20)  # two expert pages cut into ten each
+    uses = allocator.huge_page_uses()
+    assert sorted(uses) == sorted(["scratch", *["buffer"] * 7, *["expert"] * 2, "ssm", "kv", *["free"] * 2])
+    allocator.release(1, delay=1)
+    assert sorted(set(allocator.huge_page_uses())) == ["buffer", "expert", "free", "pending", "scratch"]
+    allocator.begin_pass()
+    assert allocator.huge_page_uses().count("free") == 4
+
+
 def test_without_experts_a_page_is_a_huge_page() -> None:
     layout = PageLayout.plan([kind("ssm", 2, 64, layers=3), kind("kv", 3, 8, page_tokens=16)])
     allocator = PageAllocator(layout, 4)
