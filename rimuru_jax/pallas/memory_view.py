@@ -73,6 +73,10 @@ class MemoryView:
             return lax.bitcast_convert_type(pool.reshape(pages, *shape), self.dtype)
         return lax.bitcast_convert_type(pool.reshape(pages, *shape, 2), self.dtype)
 
+    def untyped(self, pages: Shaped[Array, "P ..."], words: int) -> Pool:
+        """The inverse of `typed`, for a pool of `words` words per huge page; free on a GPU."""
+        return lax.bitcast_convert_type(pages, jnp.uint16).reshape(-1, words)
+
     def read(self, pool: Pool, ids: Int32[Array, "..."]) -> Shaped[Array, "..."]:
         """Pages `ids` as `[*ids.shape, *page_shape]`."""
         dims = lax.GatherDimensionNumbers(

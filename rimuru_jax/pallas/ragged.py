@@ -9,6 +9,7 @@ Metadata of every such operator, for S rows over T packed tokens:
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,59 @@ def write_pages(
         pages = jnp.pad(pages, (0, 1))
         values = jnp.concatenate([values, values])
     return view.write(pool, pages, values)
+
+
+class Chunks(NamedTuple):
+    """Rows of more than one token, cut into N chunks of CHUNK tokens; the last of a row is filled with no tokens."""
+
+    first: Int32[Array, " S"]
+    """First chunk of each row."""
+    number: Int32[Array, " S"]
+    """Chunks of each row, 0 for rows of at most one token."""
+    token: Int32[Array, "N 64"]
+    """Token at each place of a chunk; T where there is none."""
+    place: Int32[Array, " T"]
+    """chunk * CHUNK + place in the chunk of each token; N * CHUNK where it has none."""
+
+    @classmethod
+    def cut(cls, query_start: Int32[Array, " bounds"], tokens: int) -> "Chunks":
+        rows = query_start.shape[0] - 1
+        # Rounding up adds at most CHUNK - 1 places a row, and a row here has at least two tokens.
+        most = max(1, (tokens + (CHUNK - 1) * min(rows, tokens // 2)) // CHUNK)
+        start, query_len = query_start[:-1], query_start[1:] - query_start[:-1]
+        number = jnp.where(query_len > 1, (query_len + (CHUNK - 1)) // CHUNK, 0)
+        row = jnp.arange(rows, dtype=jnp.int32)
+        first = jnp.sum(jnp.where(row[None, :] < row[:, None], number[None, :], 0), axis=1)
+
+        token = jnp.arange(tokens, dtype=jnp.int32)
+        its_row = jnp.sum((query_start[None, 1:] <= token[:, None]).astype(jnp.int32), axis=1)
+        its_row, in_a_row = jnp.minimum(its_row, rows - 1), its_row < rows
+        place = first[its_row] * CHUNK + token - start[its_row]
+        place = jnp.where(in_a_row & (number[its_row] > 0), place, most * CHUNK)
+        at = jnp.full(most * CHUNK, tokens, jnp.int32).at[place].set(token, mode="drop")
+        return cls(first, number, at.reshape(most, CHUNK), place)
+
+    def take(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "N 64 ..."]:
+        """What belongs to the tokens of each chunk; zeros where there is none."""
+        return x.at[self.token].get(mode="fill", fill_value=0)
+
+    def put(self, outputs: Shaped[Array, "N H 64 d"]) -> Shaped[Array, "T H d"]:
+        """The outputs of each token; zeros for tokens of no chunk."""
+        chunk, place = self.place // CHUNK, self.place % CHUNK
+        return outputs.at[chunk, :, place].get(mode="fill", fill_value=0)
+
+
+def update_in_place[T](
+    pool: Pool, view: MemoryView, row: tuple[int, ...], kernels: Callable[[Any], T]
+) -> tuple[T, Pool]:
+    """Call `kernels` with a Ref of the pool, seen as pages `[P, rows, *row]`; returns its result and the pool it left.
+
+    On a GPU the pool of a donating jit stays where it is.
+    """
+    pages = view.typed(pool)
+    ref = jax.new_ref(pages.reshape(pages.shape[0], -1, *row))
+    result = kernels(ref)
+    return result, view.untyped(jax.freeze(ref), pool.shape[1])
 
 
 def scan_rows(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rimuru_jax.pallas.memory_view import MemoryView
-from tests.pallas.paged import get, poisoned_pool, put
+from tests.pallas.paged import NAN_WORD, get, poisoned_pool, put
 
 TOKENS, ROWS = 256, 8  # every case is padded to these, so that all of them share one compilation
 
@@ -100,8 +100,36 @@ class Rows:
             if self.lengths[row]:
                 touched.add(self.units[row])
                 close(self.state_in(pool, row), state, self.view.dtype, f"state of row {row}")
+        self._check_others(pool, touched)
+
+    def check_norms(self, out, pool, expected: list[tuple[np.ndarray, np.ndarray]], tolerance: float) -> None:
+        """As `check`, but errors count as norms relative to what is expected: at most `tolerance`."""
+        out, pool = np.asarray(out, np.float64), np.asarray(pool)
+        assert np.isfinite(out).all(), "padding too"
+        touched = {0}
+        for row, (outputs, state) in enumerate(expected):
+            if self.lengths[row]:
+                touched.add(self.units[row])
+                assert norm_error(out[self.tokens(row)], outputs) <= tolerance, f"outputs of row {row}"
+                assert norm_error(self.state_in(pool, row), state) <= tolerance, f"state of row {row}"
+        self._check_others(pool, touched)
+
+    def _check_others(self, pool: np.ndarray, touched: set[int]) -> None:
         others = [unit for unit in range(len(pool)) if unit not in touched]
         assert (pool[others] == self.pool[others]).all(), "a page of another row changed"
+
+
+def norm_error(got: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+def move_beyond_2_to_the_31(given: Rows) -> jax.Array:
+    """A pool on the device that has the pages of `given`, which are renumbered, behind its first 2^31 elements of 4 bytes."""
+    units, words = given.pool.shape
+    beyond = 2**32 // words + 5
+    pool = jnp.full((beyond + units, words), NAN_WORD, jnp.uint16)
+    given.pages = np.where(given.pages, given.pages + beyond * given.run, 0).astype(np.int32)
+    return jax.jit(lambda pool, pages: pool.at[beyond:].set(pages), donate_argnums=0)(pool, given.pool)
 
 
 def stays_in_place(operator, view: MemoryView, rows: int, run: int = 1) -> None:

@@ -121,5 +121,5 @@ def test_errors():
     integers = given.pool, view("ssm", (4, 16, 8), "int32"), *given.metadata
     with pytest.raises(ValueError, match=r"pages .* of int32"):
         run(q, k, v, log_decay, beta, *integers, max_query_len=2)
-    with pytest.raises(ValueError, match="no implementation 'mosaic_gpu'"):
+    with pytest.raises(ValueError, match="cannot run as 'mosaic_gpu'"):
         run(q, k, v, log_decay, beta, *args, max_query_len=2, implementation="mosaic_gpu")

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from rimuru_jax.array_types import Pool
-from rimuru_jax.pallas.gated_delta_rule import reference
+from rimuru_jax.pallas.gated_delta_rule import mosaic_gpu, reference
 from rimuru_jax.pallas.implementation import Implementation, resolve
 from rimuru_jax.pallas.memory_view import MemoryView
 
@@ -45,7 +45,6 @@ def gated_delta_rule(
     Returns:
         Outputs in the dtype of v, and the pool. Outputs of padding tokens are finite and meaningless.
     """
-    resolve("gated_delta_rule", implementation, ("reference",))
     if v.shape[1] % q.shape[1]:
         raise ValueError(f"{v.shape[1]} value heads are no multiple of {q.shape[1]} key heads")
     wanted = (v.shape[1], q.shape[2], v.shape[2])
@@ -53,6 +52,9 @@ def gated_delta_rule(
         raise ValueError(
             f"states {wanted} of floats do not fit {view.kind} pages {view.page_shape} of {view.dtype}"
         )
-    return reference.gated_delta_rule(
+    refusal = mosaic_gpu.refusal(q, k, v, view)
+    chosen = resolve("gated_delta_rule", implementation, ("reference", "mosaic_gpu"), refusal=refusal)
+    operator = mosaic_gpu.gated_delta_rule if chosen == "mosaic_gpu" else reference.gated_delta_rule
+    return operator(
         q, k, v, log_decay, beta, pool, view, pages, query_start, has_state, max_query_len=max_query_len
     )

@@ -92,10 +92,10 @@ def _by_value_head(
 ) -> tuple[Float32[Array, "n Hv dk"], Float32[Array, "n Hv dk"], Float32[Array, "n Hv dv"]]:
     """q normalised and scaled, k normalised, both repeated for the value heads they serve; all in float32."""
     group = v.shape[1] // q.shape[1]
-    q, k = _unit(q) * q.shape[2] ** -0.5, _unit(k)
+    q, k = unit(q) * q.shape[2] ** -0.5, unit(k)
     return jnp.repeat(q, group, axis=1), jnp.repeat(k, group, axis=1), v.astype(jnp.float32)
 
 
-def _unit(x: Float[Array, "n Hk dk"]) -> Float32[Array, "n Hk dk"]:
+def unit(x: Float[Array, "n Hk dk"]) -> Float32[Array, "n Hk dk"]:
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPSILON)

@@ -1,0 +1,246 @@
+"""Chunked prefill of the gated delta rule on Hopper: the algebra inside chunks in XLA, the pass over chunks in a kernel.
+
+Rows of more than one token are cut into chunks of 64, the last one filled with zeros, which leave the state alone. With
+`from_start`, `to_end` and `between` the decays inside a chunk (`ragged.decays`), all of them at most 1, XLA computes
+
+    A = strictly lower (beta_i k_i . k_j between_ij)     T = (I + A)^-1
+    u = T (beta v)     w = T (beta from_start k)     scores = (q k^T) between
+
+for all chunks at once, and the kernel, for each (row, value head, COLUMNS columns of dv), walks over the row's chunks with
+the state S in registers, float32:
+
+    v' = u - w S     out = from_start (q S) + scores v'     S <- from_start_63 S + k^T (to_end v')
+
+One warpgroup fetches, one multiplies: four wgmma products a chunk in bfloat16 with float32 sums, in two pairs.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from rimuru_jax.pallas.ragged import CHUNK, Chunks, decays
+
+COLUMNS = 32
+"""Columns of the state in one block: few, so that a single row fills the card."""
+STEPS = 2
+"""Chunks in flight in shared memory."""
+
+
+def within_chunks(
+    q: Float32[Array, "N 64 Hk dk"],
+    k: Float32[Array, "N 64 Hk dk"],
+    v: Float[Array, "N 64 Hv dv"],
+    log_decay: Float32[Array, "N 64 Hv"],
+    beta: Float32[Array, "N 64 Hv"],
+) -> tuple[Array, ...]:
+    """q, k `[N, Hk, 64, dk]`, w `[N, Hv, 64, dk]`, u `[N, Hv, 64, dv]`, scores `[N, Hv, 64, 64]` in bfloat16,
+    from_start and to_end `[N, Hv, 64]` in float32."""
+    chunks, _, value_heads, _ = v.shape
+    key_heads = k.shape[2]
+    bf16 = jnp.bfloat16
+    q, k, v = (x.astype(bf16).transpose(0, 2, 1, 3) for x in (q, k, v))
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    with jax.default_matmul_precision("highest"):
+        from_start, to_end, between = jax.vmap(decays)(log_decay)
+    from_start, to_end = from_start.transpose(0, 2, 1), to_end.transpose(0, 2, 1)
+    beta = beta.transpose(0, 2, 1)
+    split = (chunks, key_heads, value_heads // key_heads)
+
+    def by_value_head(x: Array) -> Array:
+        """`[N, Hk, 64, *]` as `[N, Hv, 64, *]`."""
+        return jnp.repeat(x, split[2], axis=1)
+
+    overlap = by_value_head(product("nhid,nhjd->nhij", k, k)) * between
+    scores = by_value_head(product("nhid,nhjd->nhij", q, k)) * between
+    inverse = unit_lower_inverse(beta[..., None] * overlap) * beta[..., None, :]
+    u = product("nhij,nhjd->nhid", inverse.astype(bf16), v)
+    scaled = (inverse * from_start[..., None, :]).astype(bf16).reshape(*split, CHUNK, CHUNK)
+    w = product("nhgij,nhjd->nhgid", scaled, k).reshape(chunks, value_heads, CHUNK, -1)
+    return q, k, w.astype(bf16), u.astype(bf16), scores.astype(bf16), from_start, to_end
+
+
+def unit_lower_inverse(a: Float32[Array, "... n n"]) -> Float32[Array, "... n n"]:
+    """(I + L)^-1 with L the part of `a` below the diagonal; n is a power of two.
+
+    By halves, (I + L)^-1 = [[P, 0], [-R B P, R]]: no power of L appears, which may reach 1e18 where keys are alike.
+    """
+    size = a.shape[-1]
+    if size == 1:
+        return jnp.ones_like(a)
+    half = size // 2
+    diagonal = jnp.stack([a[..., :half, :half], a[..., half:, half:]], axis=-3)
+    inverse = unit_lower_inverse(diagonal)
+    first, second = inverse[..., 0, :, :], inverse[..., 1, :, :]
+
+    def multiply(x: Array, y: Array) -> Array:
+        if half <= 4:  # too small for a matrix product
+            return (x[..., :, :, None] * y[..., None, :, :]).sum(-2)
+        return jnp.matmul(x, y, precision="highest")
+
+    corner = -multiply(multiply(second, a[..., half:, :half]), first)
+    top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+    return jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+
+
+def pass_over_chunks(
+    states: Any,
+    chunks: Chunks,
+    pages: Int32[Array, " S"],
+    has_state: Bool[Array, " S"],
+    operands: tuple[Array, ...],
+    *,
+    interpret: Any,
+) -> Float[Array, "N Hv 64 dv"]:
+    """Outputs of all chunks of the rows in `chunks` (others are unwritten), whose states in `states` are updated.
+
+    `states` is a Ref of `[pages, rows of a page, dv]`; row i of head h is row `h * dk + i`. `operands`: of `within_chunks`.
+    """
+    q, _, _, u, *_ = operands
+    _, key_heads, _, dk = q.shape
+    value_heads, dv = u.shape[1], u.shape[3]
+    rows = jnp.stack([chunks.first, chunks.number, pages, has_state.astype(jnp.int32)])
+    bf16, f32 = jnp.bfloat16, jnp.float32
+
+    def body(
+        rows,  # [4, S]
+        q,  # [N, Hk, 64, dk]
+        k,  # [N, Hk, 64, dk]
+        w,  # [N, Hv, 64, dk]
+        u,  # [N, Hv, 64, dv]
+        scores,  # [N, Hv, 64, 64]
+        from_start,  # [N, Hv, 64]
+        to_end,  # [N, Hv, 64]
+        states,  # [P, page rows, dv]
+        out,  # [N, Hv, 64, dv]
+        q_smem, k_smem, w_smem, u_smem, scores_smem, from_start_smem, to_end_smem,  # [STEPS, ...] of a chunk
+        s_smem,  # [dk, COLUMNS] of the state, bfloat16
+        v_smem,  # [64, COLUMNS]
+        decayed_smem,  # [64, COLUMNS]
+        o_smem,  # [64, COLUMNS]
+        state_smem,  # [dk, COLUMNS] as in the page
+        ready,  # [STEPS] barriers: one arrival per copy
+        consumed,  # [STEPS] barriers
+        state_ready,
+    ):  # fmt: skip
+        part, head, row = lax.axis_index("part"), lax.axis_index("head"), lax.axis_index("row")
+        first, count, page, has_state = (rows[i, row] for i in range(4))
+        key_head = lax.div(head, jnp.int32(value_heads // key_heads))
+        columns = pl.ds(part * COLUMNS, COLUMNS)
+
+        def slot_of(i):
+            return lax.rem(i, jnp.int32(STEPS))
+
+        @pl.when(jnp.logical_and(lax.axis_index("wg") == 1, count > 0))
+        def _fetch():
+            def fetch(i, _):
+                slot = slot_of(i)
+                pl.when(i >= STEPS)(lambda: plgpu.barrier_wait(consumed.at[slot]))
+
+                @pl.when(i < count)
+                def _():
+                    c = first + i
+                    for source, target in (
+                        (w.at[c, head], w_smem),
+                        (q.at[c, key_head], q_smem),
+                        (u.at[c, head, :, columns], u_smem),
+                        (from_start.at[c, head], from_start_smem),
+                        (to_end.at[c, head], to_end_smem),
+                        (k.at[c, key_head], k_smem),
+                        (scores.at[c, head], scores_smem),
+                    ):
+                        plgpu.copy_gmem_to_smem(source, target.at[slot], ready.at[slot])
+
+                return ()
+
+            # The last turns only wait, so that no barrier ends in a phase nobody has seen.
+            lax.fori_loop(0, count + STEPS, fetch, ())
+
+        @pl.when(jnp.logical_and(lax.axis_index("wg") == 0, count > 0))
+        def _compute():
+            square, per_row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+            own = states.at[page, pl.ds(head * dk, dk), columns]
+            plgpu.copy_gmem_to_smem(own, state_smem, state_ready)
+            plgpu.barrier_wait(state_ready)
+            state = plgpu.layout_cast(state_smem[...].astype(f32), square)
+            state = jnp.where(jnp.broadcast_to(has_state != 0, state.shape), state, jnp.zeros_like(state))
+
+            def over(x, like):
+                return lax.broadcast_in_dim(x, like.shape, [0])
+
+            def products(*pairs):
+                def run(*accs):
+                    for acc, (a, b) in zip(accs, pairs, strict=True):
+                        plgpu.wgmma(acc, a, b)
+                    return tuple(acc[...] for acc in accs)
+
+                shapes = [(a.shape[0], b.shape[1]) for a, b in pairs]
+                return pl.run_scoped(run, *(plgpu.WGMMAAccumulatorRef(shape) for shape in shapes))
+
+            def step(i, state):
+                slot = slot_of(i)
+                s_smem[...] = state.astype(bf16)
+                plgpu.commit_smem()
+                plgpu.barrier_wait(ready.at[slot])
+                removed, seen = products((w_smem.at[slot], s_smem), (q_smem.at[slot], s_smem))
+                begin = plgpu.layout_cast(from_start_smem[slot], per_row)
+                end = plgpu.layout_cast(to_end_smem[slot], per_row)
+                total = from_start_smem[slot, CHUNK - 1]
+                v = u_smem[slot].astype(f32) - removed
+                v_smem[...] = v.astype(bf16)
+                decayed_smem[...] = (v * over(end, v)).astype(bf16)
+                plgpu.commit_smem()
+                added, inside = products(
+                    (k_smem.at[slot].transpose((1, 0)), decayed_smem), (scores_smem.at[slot], v_smem)
+                )
+                result = inside + seen * over(begin, seen)
+                plgpu.barrier_arrive(consumed.at[slot])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                o_smem[...] = result.astype(bf16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(o_smem, out.at[first + i, head, :, columns])
+                return state * total + added
+
+            state = lax.fori_loop(0, count, step, state)
+            state_smem[...] = state.astype(state_smem.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(state_smem, own)
+            plgpu.wait_smem_to_gmem(0)
+
+    def ring(*shape: int, dtype=bf16):
+        return plgpu.SMEM((STEPS, *shape), dtype)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(u.shape, bf16),
+        grid=(dv // COLUMNS, value_heads, rows.shape[1]),
+        grid_names=("part", "head", "row"),
+        num_threads=2,
+        thread_name="wg",
+        scratch_types=[
+            ring(CHUNK, dk),
+            ring(CHUNK, dk),
+            ring(CHUNK, dk),
+            ring(CHUNK, COLUMNS),
+            ring(CHUNK, CHUNK),
+            ring(CHUNK, dtype=f32),
+            ring(CHUNK, dtype=f32),
+            plgpu.SMEM((dk, COLUMNS), bf16),
+            plgpu.SMEM((CHUNK, COLUMNS), bf16),
+            plgpu.SMEM((CHUNK, COLUMNS), bf16),
+            plgpu.SMEM((CHUNK, COLUMNS), bf16),
+            plgpu.SMEM((dk, COLUMNS), states.dtype),
+            plgpu.Barrier(num_arrivals=7, num_barriers=STEPS),
+            plgpu.Barrier(num_barriers=STEPS),
+            plgpu.Barrier(),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )
+    return kernel(rows, *operands, states)
