@@ -106,5 +106,5 @@ def test_errors():
         run(x, weight[:, :1], None, *args)
     with pytest.raises(ValueError, match="activation is 'relu'"):
         run(x, weight, None, *args, activation="relu")
-    with pytest.raises(ValueError, match="no implementation 'mosaic_gpu'"):
+    with pytest.raises(ValueError, match="cannot run as 'mosaic_gpu'"):
         run(x, weight, None, *args, implementation="mosaic_gpu")

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Bool, Float, Int32
 
 from rimuru_jax.array_types import Pool
-from rimuru_jax.pallas.causal_conv1d import reference
+from rimuru_jax.pallas.causal_conv1d import mosaic_gpu, reference
 from rimuru_jax.pallas.implementation import Implementation, resolve
 from rimuru_jax.pallas.memory_view import MemoryView
 
@@ -40,13 +40,13 @@ def causal_conv1d(
     Returns:
         Outputs in the dtype of x, and the pool. Outputs of padding tokens are finite and meaningless.
     """
-    resolve("causal_conv1d", implementation, ("reference",))
     if view.page_shape != (1, x.shape[1]):
         raise ValueError(f"inputs of {x.shape[1]} channels do not fit conv pages of shape {view.page_shape}")
     if weight.shape[1] < 2:
         raise ValueError(f"a kernel of {weight.shape[1]} has no state, but at least 2 columns are wanted")
     if activation not in (None, "silu"):
         raise ValueError(f"activation is {activation!r}, but causal_conv1d knows 'silu' and None")
-    return reference.causal_conv1d(
-        x, weight, bias, pool, view, pages, query_start, has_state, activation=activation
-    )
+    refusal = mosaic_gpu.refusal(x, view)
+    chosen = resolve("causal_conv1d", implementation, ("reference", "mosaic_gpu"), refusal=refusal)
+    operator = mosaic_gpu.causal_conv1d if chosen == "mosaic_gpu" else reference.causal_conv1d
+    return operator(x, weight, bias, pool, view, pages, query_start, has_state, activation=activation)
