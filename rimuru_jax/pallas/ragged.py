@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from rimuru_jax.array_types import Pool
 from rimuru_jax.pallas.memory_view import MemoryView
@@ -71,6 +71,14 @@ class Chunks(NamedTuple):
         """The outputs of each token; zeros for tokens of no chunk."""
         chunk, place = self.place // CHUNK, self.place % CHUNK
         return outputs.at[chunk, :, place].get(mode="fill", fill_value=0)
+
+
+def decode_rows(
+    pages: Int32[Array, " S"], query_start: Int32[Array, " S+1"], has_state: Bool[Array, " S"]
+) -> Int32[Array, "4 S"]:
+    """(page, token, whether the page holds a state, whether the row is a decode, of one token) of each row."""
+    is_decode = query_start[1:] - query_start[:-1] == 1
+    return jnp.stack([pages, query_start[:-1], has_state.astype(jnp.int32), is_decode.astype(jnp.int32)])
 
 
 def update_in_place[T](
@@ -182,3 +190,29 @@ def decays(
     between = jnp.where((i >= j)[None], jnp.exp(sums), 0.0)
     from_start = between[:, :, 0].T * jnp.exp(log_decay[:1])
     return from_start, between[:, -1].T, between
+
+
+FORGOTTEN = -100.0
+"""A log decay whose exponential is 0 in float32."""
+
+
+def chunk_decays(
+    log_decay: Float32[Array, "N 64 H"],
+) -> tuple[Float32[Array, "N H 64"], Float32[Array, "N H 64"], Float32[Array, "N H 64 64"]]:
+    """`decays` of N chunks, in a form that XLA fuses into its users.
+
+    Differences of running sums are exact here, because each log decay is split in two: multiples of 2^-10, whose sums
+    (at most 64 * 100) float32 holds exactly, and a rest of at most 2^-11, whose sums are so small that their rounding
+    does not count.
+    """
+    i, j = jnp.arange(CHUNK)[:, None], jnp.arange(CHUNK)[None, :]
+    log_decay = jnp.maximum(log_decay, FORGOTTEN).transpose(0, 2, 1)
+    coarse = jnp.round(log_decay * 1024.0) / 1024.0
+    sums = [
+        jnp.sum(jnp.where((j <= i)[None, None], part[:, :, None, :], 0.0), axis=-1)
+        for part in (coarse, log_decay - coarse)
+    ]
+    gaps = [x[:, :, :, None] - x[:, :, None, :] for x in sums]
+    between = jnp.where((i >= j)[None, None], jnp.exp(gaps[0] + gaps[1]), 0.0)
+    to_end = jnp.exp(sum(x[:, :, -1:] - x for x in sums))
+    return jnp.exp(sums[0] + sums[1]), to_end, between

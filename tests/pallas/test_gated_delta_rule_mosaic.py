@@ -9,13 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given as cases
-from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rimuru_jax.pallas.gated_delta_rule import gated_delta_rule, mosaic_gpu
 from rimuru_jax.pallas.gated_delta_rule.mosaic_prefill import unit_lower_inverse
-from rimuru_jax.pallas.ragged import CHUNK, Chunks
+from rimuru_jax.pallas.ragged import CHUNK
 from tests.pallas.paged import view
 from tests.pallas.recurrent import DECODES, RAGGED, Rows, move_beyond_2_to_the_31, norm_error
 from tests.pallas.test_gated_delta_rule import oracle
@@ -81,23 +79,6 @@ def test_mixed_interpreted(rows, setting):
     tokens[3][::7] = -3e4  # forgets everything; what follows must stay exact
     out, pool = interpret(given, tokens)
     given.check_norms(out, pool, list(oracle(given, tokens)), TOLERANCE)
-
-
-@cases(lengths=st.lists(st.sampled_from([0, 1, 2, 63, 64, 65, 130]), min_size=6, max_size=6))
-def test_chunks_hold_every_token_of_long_rows_once(lengths):
-    tokens, start = 6 * 130, np.cumsum([0, *lengths])
-    chunks = Chunks.cut(jnp.asarray(start, jnp.int32), tokens)
-    token, place = np.asarray(chunks.token), np.asarray(chunks.place)
-    wanted = {t for row, n in enumerate(lengths) if n > 1 for t in range(start[row], start[row + 1])}
-    assert sorted(token[token < tokens]) == sorted(wanted)
-    for row, n in enumerate(lengths):
-        first, count = int(chunks.first[row]), int(chunks.number[row])
-        assert count == (-(-n // CHUNK) if n > 1 else 0)
-        held = token[first : first + count].reshape(-1)
-        assert (held[:n] == np.arange(start[row], start[row + 1])[: len(held)]).all()
-        assert (held[n:] == tokens).all()
-    for t in range(tokens):
-        assert place[t] == token.size if t not in wanted else token.reshape(-1)[place[t]] == t
 
 
 @pytest.mark.parametrize("alike", [0.0, 1.0])

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 PIECE = 32
 """Rows of the state that arrive and leave together."""
@@ -25,14 +25,6 @@ UNROLL = 8
 """Rows of one turn of the loops."""
 CHAINS = 4
 """Partial sums that a thread keeps, so that additions need not wait for each other."""
-
-
-def plan(
-    pages: Int32[Array, " S"], query_start: Int32[Array, " S+1"], has_state: Bool[Array, " S"]
-) -> Int32[Array, "4 S"]:
-    """(page, token, whether the page holds a state, whether the row is a decode) of each row."""
-    is_decode = query_start[1:] - query_start[:-1] == 1
-    return jnp.stack([pages, query_start[:-1], has_state.astype(jnp.int32), is_decode.astype(jnp.int32)])
 
 
 def step_rows(
@@ -50,6 +42,7 @@ def step_rows(
     """Write the outputs of decode rows to `out`, a Ref of `[T, Hv, dv]`, and their states to `states`.
 
     `states` is a Ref of `[pages, rows of a page, dv]`; row i of head h is row `h * dk + i`. q and k are normalised.
+    `rows`: of `ragged.decode_rows`.
     """
     _, key_heads, dk = q.shape
     _, value_heads, dv = v.shape

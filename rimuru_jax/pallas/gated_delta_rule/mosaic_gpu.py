@@ -13,7 +13,7 @@ from rimuru_jax.array_types import Pool
 from rimuru_jax.pallas.gated_delta_rule import mosaic_decode, mosaic_prefill
 from rimuru_jax.pallas.gated_delta_rule.reference import unit
 from rimuru_jax.pallas.memory_view import MemoryView
-from rimuru_jax.pallas.ragged import Chunks, update_in_place
+from rimuru_jax.pallas.ragged import Chunks, decode_rows, update_in_place
 
 
 def refusal(
@@ -65,7 +65,7 @@ def gated_delta_rule(
         mosaic_decode.step_rows(
             out,
             states,
-            mosaic_decode.plan(pages, query_start, has_state),
+            decode_rows(pages, query_start, has_state),
             q,
             k,
             v.astype(jnp.float32),

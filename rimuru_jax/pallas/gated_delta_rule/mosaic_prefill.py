@@ -1,7 +1,7 @@
 """Chunked prefill of the gated delta rule on Hopper: the algebra inside chunks in XLA, the pass over chunks in a kernel.
 
 Rows of more than one token are cut into chunks of 64, the last one filled with zeros, which leave the state alone. With
-`from_start`, `to_end` and `between` the decays inside a chunk (`ragged.decays`), all of them at most 1, XLA computes
+`from_start`, `to_end` and `between` the decays inside a chunk (`ragged.chunk_decays`), all of them at most 1, XLA computes
 
     A = strictly lower (beta_i k_i . k_j between_ij)     T = (I + A)^-1
     u = T (beta v)     w = T (beta from_start k)     scores = (q k^T) between
@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from rimuru_jax.pallas.ragged import CHUNK, Chunks, decays
+from rimuru_jax.pallas.ragged import CHUNK, Chunks, chunk_decays
 
 COLUMNS = 32
 """Columns of the state in one block: few, so that a single row fills the card."""
@@ -47,9 +47,7 @@ def within_chunks(
     q, k, v = (x.astype(bf16).transpose(0, 2, 1, 3) for x in (q, k, v))
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-    with jax.default_matmul_precision("highest"):
-        from_start, to_end, between = jax.vmap(decays)(log_decay)
-    from_start, to_end = from_start.transpose(0, 2, 1), to_end.transpose(0, 2, 1)
+    from_start, to_end, between = chunk_decays(log_decay)
     beta = beta.transpose(0, 2, 1)
     split = (chunks, key_heads, value_heads // key_heads)
 
