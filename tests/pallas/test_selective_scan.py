@@ -121,5 +121,5 @@ def test_errors():
     integers = given.pool, view("ssm", (4, 8, 12), "int32"), *given.metadata
     with pytest.raises(ValueError, match=r"pages .* of int32"):
         call((x, dt, B, C), (A, D), *integers)
-    with pytest.raises(ValueError, match="no implementation 'mosaic_gpu'"):
+    with pytest.raises(ValueError, match="cannot run as 'mosaic_gpu'"):
         call((x, dt, B, C), (A, D), *args, implementation="mosaic_gpu")

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from rimuru_jax.array_types import Pool
 from rimuru_jax.pallas.implementation import Implementation, resolve
 from rimuru_jax.pallas.memory_view import MemoryView
-from rimuru_jax.pallas.selective_scan import reference
+from rimuru_jax.pallas.selective_scan import mosaic_gpu, reference
 
 
 def selective_scan(
@@ -48,7 +48,6 @@ def selective_scan(
     Returns:
         Outputs in the dtype of x, and the pool. Outputs of padding tokens are finite and meaningless.
     """
-    resolve("selective_scan", implementation, ("reference",))
     if x.shape[1] % B.shape[1]:
         raise ValueError(f"{x.shape[1]} heads are no multiple of {B.shape[1]} groups")
     wanted = (*x.shape[1:], B.shape[2])
@@ -56,6 +55,7 @@ def selective_scan(
         raise ValueError(
             f"states {wanted} of floats do not fit {view.kind} pages {view.page_shape} of {view.dtype}"
         )
-    return reference.selective_scan(
-        x, dt, A, B, C, D, pool, view, pages, query_start, has_state, max_query_len=max_query_len
-    )
+    refusal = mosaic_gpu.refusal(x, B, C, view)
+    chosen = resolve("selective_scan", implementation, ("reference", "mosaic_gpu"), refusal=refusal)
+    operator = mosaic_gpu.selective_scan if chosen == "mosaic_gpu" else reference.selective_scan
+    return operator(x, dt, A, B, C, D, pool, view, pages, query_start, has_state, max_query_len=max_query_len)
