@@ -107,11 +107,12 @@ def test_lowers_for_cuda(shape):
 
 
 def test_refusals():
-    pages = view("conv", (1, 256), "bfloat16")
-    assert mosaic_gpu.refusal(jnp.zeros((2, 256), jnp.bfloat16), pages) is None
-    assert "inputs are float32" in str(mosaic_gpu.refusal(jnp.zeros((2, 256)), pages))
-    narrow = view("conv", (1, 192), "bfloat16")
-    assert "192 channels" in str(mosaic_gpu.refusal(jnp.zeros((2, 192), jnp.bfloat16), narrow))
+    pages, narrow = view("conv", (1, 256), "bfloat16"), view("conv", (1, 192), "bfloat16")
+    x, weight = jnp.zeros((2, 256), jnp.bfloat16), jnp.zeros((256, 4))
+    assert mosaic_gpu.refusal(x, weight, pages) is None
+    assert "inputs are float32" in str(mosaic_gpu.refusal(x.astype(jnp.float32), weight, pages))
+    assert "192 channels" in str(mosaic_gpu.refusal(x[:, :192], weight[:192], narrow))
+    assert "9 columns" in str(mosaic_gpu.refusal(x, jnp.zeros((256, 9)), pages))
 
 
 run = jax.jit(causal_conv1d, static_argnames=("view", "activation", "implementation"))

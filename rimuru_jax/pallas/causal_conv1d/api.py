@@ -46,7 +46,7 @@ def causal_conv1d(
         raise ValueError(f"a kernel of {weight.shape[1]} has no state, but at least 2 columns are wanted")
     if activation not in (None, "silu"):
         raise ValueError(f"activation is {activation!r}, but causal_conv1d knows 'silu' and None")
-    refusal = mosaic_gpu.refusal(x, view)
+    refusal = mosaic_gpu.refusal(x, weight, view)
     chosen = resolve("causal_conv1d", implementation, ("reference", "mosaic_gpu"), refusal=refusal)
     operator = mosaic_gpu.causal_conv1d if chosen == "mosaic_gpu" else reference.causal_conv1d
     return operator(x, weight, bias, pool, view, pages, query_start, has_state, activation=activation)

@@ -27,9 +27,10 @@ LANES = 128
 """Channels are handled in runs of so many: one for each thread."""
 BLOCK_RUNS = (8, 4, 2, 1)
 """Runs of a block, the first of these that fits: eight make the accesses of a thread 16 bytes wide."""
+MOST_TAPS = 8
 
 
-def refusal(x: Float[Array, "T c"], view: MemoryView) -> str | None:
+def refusal(x: Float[Array, "T c"], weight: Float[Array, "c kernel"], view: MemoryView) -> str | None:
     """Why these operands have no kernel, or None."""
     if x.dtype != view.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"inputs are {x.dtype} and pages {view.dtype}, but both must be bfloat16 or both float32"
@@ -38,6 +39,8 @@ def refusal(x: Float[Array, "T c"], view: MemoryView) -> str | None:
             f"there are {x.shape[1]} channels in pages {view.stride} words apart, "
             f"but the first must be a multiple of {LANES} and the second of {view.words}"
         )
+    if weight.shape[1] > MOST_TAPS:
+        return f"the kernel has {weight.shape[1]} columns, but at most {MOST_TAPS} are unrolled"
     return None
 
 

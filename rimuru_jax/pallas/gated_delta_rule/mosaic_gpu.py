@@ -24,8 +24,8 @@ def refusal(
         return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}, but must be bfloat16"
     if view.dtype not in (jnp.float32, jnp.bfloat16):
         return f"states are {view.dtype}, but must be float32 or bfloat16"
-    if q.shape[2] not in (64, 128) or v.shape[2] % 128:
-        return f"heads are {q.shape[2]} x {v.shape[2]}, but must be 64 or 128 x a multiple of 128"
+    if q.shape[2] not in (64, 128) or v.shape[2] != 128:
+        return f"heads are {q.shape[2]} x {v.shape[2]}, but must be 64 x 128 or 128 x 128"
     return None
 
 
