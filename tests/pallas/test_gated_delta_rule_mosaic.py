@@ -19,7 +19,7 @@ from tests.pallas.recurrent import DECODES, RAGGED, Rows, move_beyond_2_to_the_3
 from tests.pallas.test_gated_delta_rule import oracle
 
 # The operands of a chunk's products are rounded to bfloat16, relative errors of 2^-9 at most, 1.1e-3 in the mean
-# square; about ten such errors, independent of each other, meet in an output.
+# square; half a dozen such errors, independent of each other, meet in an output.
 TOLERANCE = 5e-3
 
 _kernels = jax.jit(mosaic_gpu.gated_delta_rule, static_argnames=("view", "max_query_len", "interpret"))

@@ -48,7 +48,6 @@ def gated_delta_rule(
 
     `interpret`: an `InterpretGPUParams` runs the kernels on a CPU, slowly.
     """
-    q, k = unit(q) * q.shape[2] ** -0.5, unit(k)
 
     def kernels(states: Any) -> Array:
         if max_query_len == 1:
@@ -66,8 +65,8 @@ def gated_delta_rule(
             out,
             states,
             decode_rows(pages, query_start, has_state),
-            q,
-            k,
+            unit(q) * q.shape[2] ** -0.5,
+            unit(k),
             v.astype(jnp.float32),
             log_decay,
             beta,

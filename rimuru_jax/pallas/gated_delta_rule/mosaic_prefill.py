@@ -11,7 +11,8 @@ the state S in registers, float32:
 
     v' = u - w S     out = from_start (q S) + scores v'     S <- from_start_63 S + k^T (to_end v')
 
-One warpgroup fetches, one multiplies: four wgmma products a chunk in bfloat16 with float32 sums, in two pairs.
+k and q stand for the normalised ones here; products take them as they came, exact in bfloat16, and factors of float32 do
+the rest. One warpgroup fetches, one multiplies: four wgmma products a chunk in bfloat16 with float32 sums, in two pairs.
 """
 
 import functools
@@ -24,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from rimuru_jax.pallas.gated_delta_rule.reference import inverse_norm
 from rimuru_jax.pallas.ragged import CHUNK, Chunks, chunk_decays
 
 COLUMNS = 32
@@ -33,35 +35,43 @@ STEPS = 2
 
 
 def within_chunks(
-    q: Float32[Array, "N 64 Hk dk"],
-    k: Float32[Array, "N 64 Hk dk"],
+    q: Float[Array, "N 64 Hk dk"],
+    k: Float[Array, "N 64 Hk dk"],
     v: Float[Array, "N 64 Hv dv"],
     log_decay: Float32[Array, "N 64 Hv"],
     beta: Float32[Array, "N 64 Hv"],
 ) -> tuple[Array, ...]:
-    """q, k `[N, Hk, 64, dk]`, w `[N, Hv, 64, dk]`, u `[N, Hv, 64, dv]`, scores `[N, Hv, 64, 64]` in bfloat16,
-    from_start and to_end `[N, Hv, 64]` in float32."""
-    chunks, _, value_heads, _ = v.shape
-    key_heads = k.shape[2]
+    """The operands of `pass_over_chunks` behind the metadata.
+
+    q, k `[N, Hk, 64, dk]`, w `[N, Hv, 64, dk]`, u `[N, Hv, 64, dv]` and scores `[N, Hv, 64, 64]` in bfloat16, and factors
+    `[N, Hv, 3, 64]` in float32: from_start times the factor that normalises and scales q, to_end times the one that
+    normalises k, and the decay of the whole chunk, repeated.
+    """
+    chunks, _, key_heads, key_dim = k.shape
+    value_heads = v.shape[2]
+    group = value_heads // key_heads
     bf16 = jnp.bfloat16
-    q, k, v = (x.astype(bf16).transpose(0, 2, 1, 3) for x in (q, k, v))
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    beta = beta.transpose(0, 2, 1)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-    from_start, to_end, between = chunk_decays(log_decay)
-    beta = beta.transpose(0, 2, 1)
-    split = (chunks, key_heads, value_heads // key_heads)
-
     def by_value_head(x: Array) -> Array:
-        """`[N, Hk, 64, *]` as `[N, Hv, 64, *]`."""
-        return jnp.repeat(x, split[2], axis=1)
+        """`[N, Hk, ...]` as `[N, Hv, ...]`."""
+        return jnp.repeat(x, group, axis=1)
 
-    overlap = by_value_head(product("nhid,nhjd->nhij", k, k)) * between
-    scores = by_value_head(product("nhid,nhjd->nhij", q, k)) * between
+    from_start, to_end, between = chunk_decays(log_decay)
+    q_factor, k_factor = by_value_head(inverse_norm(q) * key_dim**-0.5), by_value_head(inverse_norm(k))
+    between = between * k_factor[..., None, :]
+    overlap = by_value_head(product("nhid,nhjd->nhij", k, k)) * between * k_factor[..., None]
+    scores = by_value_head(product("nhid,nhjd->nhij", q, k)) * between * q_factor[..., None]
     inverse = unit_lower_inverse(beta[..., None] * overlap) * beta[..., None, :]
     u = product("nhij,nhjd->nhid", inverse.astype(bf16), v)
-    scaled = (inverse * from_start[..., None, :]).astype(bf16).reshape(*split, CHUNK, CHUNK)
-    w = product("nhgij,nhjd->nhgid", scaled, k).reshape(chunks, value_heads, CHUNK, -1)
-    return q, k, w.astype(bf16), u.astype(bf16), scores.astype(bf16), from_start, to_end
+    scaled = (inverse * (from_start * k_factor)[..., None, :]).astype(bf16)
+    scaled = scaled.reshape(chunks, key_heads, group, CHUNK, CHUNK)
+    w = product("nhgij,nhjd->nhgid", scaled, k).reshape(chunks, value_heads, CHUNK, key_dim)
+    whole = jnp.broadcast_to(from_start[..., -1:], from_start.shape)
+    factors = jnp.stack([from_start * q_factor, to_end * k_factor, whole], axis=2)
+    return q, k, w.astype(bf16), u.astype(bf16), scores.astype(bf16), factors
 
 
 def unit_lower_inverse(a: Float32[Array, "... n n"]) -> Float32[Array, "... n n"]:
@@ -113,11 +123,10 @@ def pass_over_chunks(
         w,  # [N, Hv, 64, dk]
         u,  # [N, Hv, 64, dv]
         scores,  # [N, Hv, 64, 64]
-        from_start,  # [N, Hv, 64]
-        to_end,  # [N, Hv, 64]
+        factors,  # [N, Hv, 3, 64]
         states,  # [P, page rows, dv]
         out,  # [N, Hv, 64, dv]
-        q_smem, k_smem, w_smem, u_smem, scores_smem, from_start_smem, to_end_smem,  # [STEPS, ...] of a chunk
+        q_smem, k_smem, w_smem, u_smem, scores_smem, factors_smem,  # [STEPS, ...] of a chunk
         s_smem,  # [dk, COLUMNS] of the state, bfloat16
         v_smem,  # [64, COLUMNS]
         decayed_smem,  # [64, COLUMNS]
@@ -148,8 +157,7 @@ def pass_over_chunks(
                         (w.at[c, head], w_smem),
                         (q.at[c, key_head], q_smem),
                         (u.at[c, head, :, columns], u_smem),
-                        (from_start.at[c, head], from_start_smem),
-                        (to_end.at[c, head], to_end_smem),
+                        (factors.at[c, head], factors_smem),
                         (k.at[c, key_head], k_smem),
                         (scores.at[c, head], scores_smem),
                     ):
@@ -187,9 +195,9 @@ def pass_over_chunks(
                 plgpu.commit_smem()
                 plgpu.barrier_wait(ready.at[slot])
                 removed, seen = products((w_smem.at[slot], s_smem), (q_smem.at[slot], s_smem))
-                begin = plgpu.layout_cast(from_start_smem[slot], per_row)
-                end = plgpu.layout_cast(to_end_smem[slot], per_row)
-                total = from_start_smem[slot, CHUNK - 1]
+                begin = plgpu.layout_cast(factors_smem[slot, 0], per_row)
+                end = plgpu.layout_cast(factors_smem[slot, 1], per_row)
+                whole = factors_smem[slot, 2, 0]
                 v = u_smem[slot].astype(f32) - removed
                 v_smem[...] = v.astype(bf16)
                 decayed_smem[...] = (v * over(end, v)).astype(bf16)
@@ -203,7 +211,7 @@ def pass_over_chunks(
                 o_smem[...] = result.astype(bf16)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(o_smem, out.at[first + i, head, :, columns])
-                return state * total + added
+                return state * whole + added
 
             state = lax.fori_loop(0, count, step, state)
             state_smem[...] = state.astype(state_smem.dtype)
@@ -227,14 +235,13 @@ def pass_over_chunks(
             ring(CHUNK, dk),
             ring(CHUNK, COLUMNS),
             ring(CHUNK, CHUNK),
-            ring(CHUNK, dtype=f32),
-            ring(CHUNK, dtype=f32),
+            ring(3, CHUNK, dtype=f32),
             plgpu.SMEM((dk, COLUMNS), bf16),
             plgpu.SMEM((CHUNK, COLUMNS), bf16),
             plgpu.SMEM((CHUNK, COLUMNS), bf16),
             plgpu.SMEM((CHUNK, COLUMNS), bf16),
             plgpu.SMEM((dk, COLUMNS), states.dtype),
-            plgpu.Barrier(num_arrivals=7, num_barriers=STEPS),
+            plgpu.Barrier(num_arrivals=6, num_barriers=STEPS),
             plgpu.Barrier(num_barriers=STEPS),
             plgpu.Barrier(),
         ],

@@ -97,5 +97,9 @@ def _by_value_head(
 
 
 def unit(x: Float[Array, "n Hk dk"]) -> Float32[Array, "n Hk dk"]:
+    return x.astype(jnp.float32) * inverse_norm(x)[..., None]
+
+
+def inverse_norm(x: Float[Array, "*heads dk"]) -> Float32[Array, "*heads"]:
     x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPSILON)
+    return jax.lax.rsqrt(jnp.sum(x * x, axis=-1) + EPSILON)
