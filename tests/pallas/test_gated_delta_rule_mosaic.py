@@ -152,6 +152,18 @@ def test_ragged_on_the_card(rows, storage):
 
 
 @pytest.mark.gpu
+def test_a_row_gives_the_same_bits_in_any_company_on_the_card():
+    given, tokens = case(RAGGED["mixed"], key_heads=2, value_heads=4)
+    together, _ = on_the_card(given, tokens)
+    for row in range(len(given.rows)):
+        alone = [np.roll(x, -given.start[row], axis=0) for x in tokens]
+        out, _ = run(
+            *alone, given.pool, given.view, *given.only(row), max_query_len=2, implementation="mosaic_gpu"
+        )
+        assert (np.asarray(out[: given.lengths[row]]) == np.asarray(together[given.tokens(row)])).all()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("setting", [{}, {"key_dim": 64}, {"storage": "bfloat16"}], ids=str)
 def test_decode_on_the_card(setting):
     given, tokens = case(DECODES, key_heads=16, value_heads=32, **setting)
