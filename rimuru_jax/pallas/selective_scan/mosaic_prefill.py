@@ -2,11 +2,12 @@
 
 Rows of more than one token are cut into chunks of 64, the last one filled with zeros, which leave the state alone. With
 `from_start`, `to_end` and `between` the decays inside a chunk (`ragged.chunk_decays`), XLA computes `scores = (C B^T) between`
-for all chunks at once, and the kernel, for each (row, head), walks over the row's chunks with the state h `[p, n]` in
-registers, float32:
+for all chunks at once, and the kernel, for each (row, head, COLUMNS of p), walks over the row's chunks with the transposed
+state h `[n, COLUMNS]` in registers, float32:
 
-    out = scores (dt x) + from_start (C h^T) + D x     h <- from_start_63 h + (to_end dt x)^T B
+    out = scores (dt x) + from_start (C h) + D x     h <- from_start_63 h + B^T (to_end dt x)
 
+A page holds `[p, n]`; the state is turned once on its way in and once on its way out, between registers of neighbours.
 One warpgroup fetches, one multiplies: three wgmma products a chunk, in bfloat16 with float32 sums, none of which waits for
 another.
 """
@@ -22,6 +23,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from rimuru_jax.pallas.ragged import CHUNK, Chunks, chunk_decays
 
+COLUMNS = 32
+"""Rows of a head's state in one block, columns of its transpose: few, so that a single row fills the card."""
 STEPS = 2
 """Chunks in flight in shared memory."""
 
@@ -74,16 +77,17 @@ def pass_over_chunks(
         states,  # [P, page rows, n]
         out,  # [N, nh, 64, p]
         x_smem, b_smem, c_smem, scores_smem, dt_smem, from_start_smem, to_end_smem,  # [STEPS, ...] of a chunk
-        s_smem,  # [p, n] of the state, bfloat16
-        inputs_smem,  # [64, p]: dt x
-        decayed_smem,  # [64, p]: to_end dt x
-        o_smem,  # [64, p]
-        state_smem,  # [p, n] as in the page
+        s_smem,  # [n, COLUMNS] of the transposed state, bfloat16
+        inputs_smem,  # [64, COLUMNS]: dt x
+        decayed_smem,  # [64, COLUMNS]: to_end dt x
+        o_smem,  # [64, COLUMNS]
+        state_smem,  # [COLUMNS, n] as in the page
         ready,  # [STEPS] barriers: one arrival per copy
         consumed,  # [STEPS] barriers
         state_ready,
     ):  # fmt: skip
-        head, row = lax.axis_index("head"), lax.axis_index("row")
+        part, head, row = lax.axis_index("part"), lax.axis_index("head"), lax.axis_index("row")
+        columns = pl.ds(part * COLUMNS, COLUMNS)
         first, count, page, has_state = (rows[i, row] for i in range(4))
         group = lax.div(head, jnp.int32(heads // groups))
 
@@ -100,7 +104,7 @@ def pass_over_chunks(
                 def _():
                     c = first + i
                     for source, target in (
-                        (x.at[c, head], x_smem),
+                        (x.at[c, head, :, columns], x_smem),
                         (dt.at[c, head], dt_smem),
                         (to_end.at[c, head], to_end_smem),
                         (C.at[c, group], c_smem),
@@ -118,10 +122,11 @@ def pass_over_chunks(
         @pl.when(jnp.logical_and(lax.axis_index("wg") == 0, count > 0))
         def _compute():
             square, per_row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
-            own = states.at[page, pl.ds(head * p, p)]
+            own = states.at[page, pl.ds(head * p + part * COLUMNS, COLUMNS)]
             plgpu.copy_gmem_to_smem(own, state_smem, state_ready)
             plgpu.barrier_wait(state_ready)
-            state = plgpu.layout_cast(state_smem[...].astype(f32), square)
+            state = plgpu.load(state_smem.transpose((1, 0)), layout=plgpu.Layout.WGMMA_TRANSPOSED)
+            state = plgpu.layout_cast(state.astype(f32), square)
             state = jnp.where(jnp.broadcast_to(has_state != 0, state.shape), state, jnp.zeros_like(state))
 
             def over(values, like):
@@ -135,39 +140,35 @@ def pass_over_chunks(
                     plgpu.layout_cast(ref[slot], per_row) for ref in (dt_smem, from_start_smem, to_end_smem)
                 )
                 total = from_start_smem[slot, CHUNK - 1]
-
-                def tokens():
-                    return plgpu.layout_cast(x_smem[slot].astype(f32), square)
-
-                inputs = tokens()
-                inputs = inputs * over(step_size, inputs)
+                tokens = plgpu.layout_cast(x_smem[slot].astype(f32), square)
+                inputs = tokens * over(step_size, tokens)
                 inputs_smem[...] = inputs.astype(bf16)
                 decayed_smem[...] = (inputs * over(end, inputs)).astype(bf16)
                 plgpu.commit_smem()
 
                 def products(seen, inside, added):
-                    plgpu.wgmma(seen, c_smem.at[slot], s_smem.transpose((1, 0)))
+                    plgpu.wgmma(seen, c_smem.at[slot], s_smem)
                     plgpu.wgmma(inside, scores_smem.at[slot], inputs_smem)
-                    plgpu.wgmma(added, decayed_smem.transpose((1, 0)), b_smem.at[slot])
+                    plgpu.wgmma(added, b_smem.at[slot].transpose((1, 0)), decayed_smem)
                     return seen[...], inside[...], added[...]
 
                 seen, inside, added = pl.run_scoped(
                     products,
-                    plgpu.WGMMAAccumulatorRef((CHUNK, p)),
-                    plgpu.WGMMAAccumulatorRef((CHUNK, p)),
-                    plgpu.WGMMAAccumulatorRef((p, n)),
+                    plgpu.WGMMAAccumulatorRef((CHUNK, COLUMNS)),
+                    plgpu.WGMMAAccumulatorRef((CHUNK, COLUMNS)),
+                    plgpu.WGMMAAccumulatorRef((n, COLUMNS)),
                 )
-                # Read again, since registers are short.
-                result = inside + seen * over(begin, seen) + tokens() * D[head]
+                result = inside + seen * over(begin, seen) + tokens * D[head]
                 plgpu.barrier_arrive(consumed.at[slot])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 o_smem[...] = result.astype(bf16)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_smem, out.at[first + i, head])
+                plgpu.copy_smem_to_gmem(o_smem, out.at[first + i, head, :, columns])
                 return state * total + added
 
             state = lax.fori_loop(0, count, step, state)
-            state_smem[...] = state.astype(state_smem.dtype)
+            state = plgpu.layout_cast(state, plgpu.Layout.WGMMA_TRANSPOSED)
+            state_smem.transpose((1, 0))[...] = state.astype(state_smem.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(state_smem, own)
             plgpu.wait_smem_to_gmem(0)
@@ -178,23 +179,23 @@ def pass_over_chunks(
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(x.shape, bf16),
-        grid=(heads, rows.shape[1]),
-        grid_names=("head", "row"),
+        grid=(p // COLUMNS, heads, rows.shape[1]),
+        grid_names=("part", "head", "row"),
         num_threads=2,
         thread_name="wg",
         scratch_types=[
-            ring(CHUNK, p),
+            ring(CHUNK, COLUMNS),
             ring(CHUNK, n),
             ring(CHUNK, n),
             ring(CHUNK, CHUNK),
             ring(CHUNK, dtype=f32),
             ring(CHUNK, dtype=f32),
             ring(CHUNK, dtype=f32),
-            plgpu.SMEM((p, n), bf16),
-            plgpu.SMEM((CHUNK, p), bf16),
-            plgpu.SMEM((CHUNK, p), bf16),
-            plgpu.SMEM((CHUNK, p), bf16),
-            plgpu.SMEM((p, n), states.dtype),
+            plgpu.SMEM((n, COLUMNS), bf16),
+            plgpu.SMEM((CHUNK, COLUMNS), bf16),
+            plgpu.SMEM((CHUNK, COLUMNS), bf16),
+            plgpu.SMEM((CHUNK, COLUMNS), bf16),
+            plgpu.SMEM((COLUMNS, n), states.dtype),
             plgpu.Barrier(num_arrivals=7, num_barriers=STEPS),
             plgpu.Barrier(num_barriers=STEPS),
             plgpu.Barrier(),
