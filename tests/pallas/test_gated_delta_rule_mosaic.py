@@ -58,7 +58,9 @@ def no_races(capfd):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"padding": 24}, {"storage": "bfloat16", "key_dim": 64}], ids=["float32, padded", "bfloat16"]
+    "setting",
+    [{"padding": 24}, {"storage": "bfloat16", "key_dim": 64, "value_heads": 1}],
+    ids=["float32, padded", "bfloat16"],
 )
 def test_decode_interpreted(setting):
     given, tokens = case(DECODES, **setting)
@@ -70,7 +72,7 @@ def test_decode_interpreted(setting):
     ("rows", "setting"),
     [
         ([(True, 1), (False, 70), (True, 0), (True, 5)], {"padding": 24}),
-        ([(True, CHUNK), (False, 1)], {"storage": "bfloat16", "key_dim": 64}),
+        ([(True, CHUNK), (False, 1)], {"storage": "bfloat16", "key_dim": 64, "value_heads": 1}),
     ],
     ids=["float32, padded", "bfloat16"],
 )
