@@ -102,6 +102,11 @@ class _Routes:
 
     async def malformed(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
+        kind = request.headers.get("content-type", "")
+        if "json" not in kind:
+            return _error(
+                400, f"the Content-Type is {kind!r}, it must be application/json", "invalid_request_error"
+            )
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if part != "body")
         return _error(400, f"{place or 'the body'}: {first['msg']}", "invalid_request_error", place or None)

@@ -131,9 +131,14 @@ class ServerMetrics:
     def collect(self) -> Iterator[Metric]:
         """The engine's counters and gauges, and the pool by kind and level."""
         engine, names, values = self._engine, list(self._labels), list(self._labels.values())
+        # Gauges are of the last pass, after which requests may have ended and others come.
+        gauges = engine.metrics.gauges | {
+            "num_requests_running": len(engine.scheduler.running),
+            "num_requests_waiting": len(engine.scheduler.waiting),
+        }
         for source, family in (
             (dict(engine.metrics.counters), CounterMetricFamily),
-            (dict(engine.metrics.gauges), GaugeMetricFamily),
+            (gauges, GaugeMetricFamily),
         ):
             for name, value in source.items():
                 if name == "request_success":  # counted with its reason
