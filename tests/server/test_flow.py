@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from rimuru_jax import Engine, SamplingParams
+from rimuru_jax import Engine, RequestOutput, SamplingParams
 from rimuru_jax.cli import main
 from rimuru_jax.models.config import Moe
 from rimuru_jax.models.hybrid import hybrid, random_model
@@ -116,16 +116,20 @@ def test_only_so_many_wait_and_refusals_reach_their_caller():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_fault_of_the_engine_fails_everybody_at_once():
     async def fail() -> None:
-        served = AsyncEngine(engine())
+        one = engine()
+        step, steps = one.step, iter(range(5))
+
+        def breaking() -> list[RequestOutput]:
+            if next(steps, None) is None:
+                raise RuntimeError("the device is gone")
+            return step()
+
+        one.step = breaking  # type: ignore[method-assign]
+        served = AsyncEngine(one)
         served.start()
-        tasks = [asyncio.create_task(collect(served, str(i), [i + 1], 200)) for i in range(3)]
-        await asyncio.sleep(0.3)
-
-        def broken() -> None:
-            raise RuntimeError("the device is gone")
-
-        served.engine.step = broken  # type: ignore[method-assign,assignment]
-        results = await asyncio.gather(*tasks, return_exceptions=True)
+        results = await asyncio.gather(
+            *(collect(served, str(i), [i + 1], 200) for i in range(3)), return_exceptions=True
+        )
         assert all(
             isinstance(result, EngineFailedError) and "the device is gone" in str(result)
             for result in results
@@ -139,12 +143,18 @@ def test_a_fault_of_the_engine_fails_everybody_at_once():
     asyncio.run(fail())
 
 
+def slow_down(one: Engine, seconds: float) -> None:
+    step = one.step
+    one.step = lambda: (time.sleep(seconds), step())[1]  # type: ignore[method-assign]
+
+
 def post(url: str, **body) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
 
 
 def test_over_http():
     one = engine(max_num_seqs=1)
+    slow_down(one, 0.02)  # so that the long requests below are still running when they are looked at
     with running(
         one, max_num_queued_reqs=1, request_timeout=20.0, max_body_bytes=4096, api_key="secret"
     ) as url:
@@ -207,8 +217,7 @@ def test_a_request_that_takes_too_long_is_ended():
             SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False),
             use_tqdm=False,
         )
-    step = one.step
-    one.step = lambda: (time.sleep(0.05), step())[1]  # type: ignore[method-assign]
+    slow_down(one, 0.05)
     with running(one, request_timeout=1.0) as url:
         answer = post(url, prompt=[1], max_tokens=200, temperature=0, ignore_eos=True)
         assert answer.status_code == 504 and "request_timeout" in answer.json()["error"]["message"]
