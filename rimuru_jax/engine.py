@@ -75,6 +75,11 @@ class Engine:
         if isinstance(model, LoadedModel):
             self.model_config = model.config
             _check_dtype(model, self.config.dtype)
+        elif not isinstance(model, str | Path | None):
+            raise ValueError(
+                f"model is a {type(model).__name__}, it must be a folder or a model in memory "
+                "(of a ModelConfig, models.hybrid.random_model makes one)"
+            )
         else:
             folder = default_model_path(report) if model is None else Path(model)
             self.model_config = parse_config(read_config(folder))

@@ -42,7 +42,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, in OpenAI's interface."""
     try:
-        from rimuru_jax.server.guard import ServerConfig
+        from rimuru_jax.server.config import ServerConfig
         from rimuru_jax.server.serve import listen
         from rimuru_jax.server.serve import serve as run
     except ModuleNotFoundError as error:

@@ -130,7 +130,9 @@ class PageAllocator:
         return self._shortfall(demands)[0]
 
     def missing_huge_pages(self, demands: Sequence[tuple[int, Mapping[str, int]]]) -> int:
-        """Huge pages that `shortfall` finds missing, at least 0: what `consolidate` may be able to make."""
+        """Huge pages that `shortfall` finds missing and that `consolidate` may be able to make, at least 0."""
+        if self._experts_per_huge == 1:
+            return 0
         return max(0, self._shortfall(demands)[1])
 
     def consolidate(self, num_huge_pages: int) -> tuple[Ids, Ids]:

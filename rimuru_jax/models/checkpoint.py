@@ -174,7 +174,8 @@ class Checkpoint:
             pieces[name] = file.get_tensor(name).astype(wanted[name], copy=False)
             return pieces[name].nbytes
 
-        self._read([(name, name) for name in wanted], read, report)
+        sizes = {name: math.prod(self.tensors[name].shape) * dtype.itemsize for name, dtype in wanted.items()}
+        self._read([(name, name, sizes[name]) for name in wanted], read, report)
         leaves: dict[ParameterPath, np.ndarray] = {}
         for path, source in self.resident.items():
             parts = [pieces.pop(name) for name in source.names]
@@ -189,35 +190,44 @@ class Checkpoint:
 
         def read(file: Any, row: int) -> int:
             page = self.pages[first_page + row]
-            tensor = (
-                file.get_tensor(page.name) if page.expert is None else file.get_slice(page.name)[page.expert]
-            )
-            matrix = (tensor.T if page.transposed else tensor)[page.rows]
+            if page.expert is None:
+                matrix = file.get_tensor(page.name)
+            elif page.transposed:
+                matrix = file.get_slice(page.name)[page.expert].T[page.rows]
+            else:
+                matrix = file.get_slice(page.name)[page.expert, page.rows]
             # In one go from the file's memory to the page, converted on the way.
             out[row].view(DTYPES[dtype]).reshape(matrix.shape)[...] = matrix
             return out[row].nbytes
 
-        self._read([(self.pages[first_page + row].name, row) for row in range(len(out))], read, report)
+        self._read(
+            [(self.pages[first_page + row].name, row, out[row].nbytes) for row in range(len(out))],
+            read,
+            report,
+        )
 
     def _read[Item](
         self,
-        items: Iterable[tuple[str, Item]],
+        items: Iterable[tuple[str, Item, int]],
         read: Callable[[Any, Item], int],
         report: Callable[[int], None],
     ) -> None:
-        """Call `read(file, item)`, which returns the bytes it has made, for every (tensor, item), in several threads."""
+        """Call `read(file, item)`, which returns the bytes it has made, in several threads.
+
+        An item is a (tensor, item, bytes); those of one file are read together up to `_PART_BYTES`.
+        """
         ordered = sorted(
             items, key=lambda entry: (self.tensors[entry[0]].file, self.tensors[entry[0]].position)
         )
         parts: list[list[tuple[str, Item]]] = []
         size = 0
-        for name, item in ordered:
+        for name, item, num_bytes in ordered:
             tensor = self.tensors[name]
             if not parts or size >= _PART_BYTES or tensor.file != self.tensors[parts[-1][0][0]].file:
                 parts.append([])
                 size = 0
             parts[-1].append((name, item))
-            size += math.prod(tensor.shape) * 4
+            size += num_bytes
 
         def read_part(part: list[tuple[str, Item]]) -> int:
             with _open(self.tensors[part[0][0]].file) as file:

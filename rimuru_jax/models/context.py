@@ -108,17 +108,34 @@ class StepContext(NamedTuple):
     host_pages: HostPages
     decode: bool
     """At most one token per row."""
+    valid: Bool[Array, " T"]
+    """Which tokens are no padding."""
+    has_state: Bool[Array, " S"]
+    """Rows that continue a sequence; the others start from zeros, whatever their pages hold."""
 
-    @property
-    def valid(self) -> Bool[Array, " T"]:
-        """Which tokens are no padding."""
-        return jnp.arange(self.batch.token_ids.shape[0]) < self.batch.query_start[-1]
-
-    @property
-    def has_state(self) -> Bool[Array, " S"]:
-        """Rows that continue a sequence; the others start from zeros, whatever their pages hold."""
-        query_len = self.batch.query_start[1:] - self.batch.query_start[:-1]
-        return self.batch.context_len > query_len
+    @classmethod
+    def create(
+        cls,
+        spec: ModelSpec,
+        batch: Batch,
+        tables: PageTables,
+        experts: ExpertTables,
+        host_pages: HostPages,
+        *,
+        decode: bool,
+    ) -> "StepContext":
+        query_len = batch.query_start[1:] - batch.query_start[:-1]
+        return cls(
+            spec=spec,
+            batch=batch,
+            tables=tables,
+            experts=experts,
+            host_pages=host_pages,
+            decode=decode,
+            # Here and not where they are used: layers run in a loop, which would compute them each time.
+            valid=jnp.arange(batch.token_ids.shape[0]) < batch.query_start[-1],
+            has_state=batch.context_len > query_len,
+        )
 
     @property
     def max_query_len(self) -> int:

@@ -5,7 +5,8 @@ Source: transformers `GptOssForCausalLM`. Checkpoints in bfloat16; the published
 
 import dataclasses
 
-from rimuru_jax.models.config import ConfigReader, LayerSpec, ModelConfig, Moe
+from rimuru_jax.models.config import LayerSpec, ModelConfig, Moe
+from rimuru_jax.models.config_reader import ConfigReader
 from rimuru_jax.models.weights import TensorNames
 
 NAMES = (

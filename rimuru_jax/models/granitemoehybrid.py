@@ -1,6 +1,7 @@
 """Granite-4.0-H: Mamba-2 and attention without positions, multipliers. Source: transformers `GraniteMoeHybridForCausalLM`."""
 
-from rimuru_jax.models.config import ConfigReader, Dense, LayerSpec, Mamba2, ModelConfig, Moe
+from rimuru_jax.models.config import Dense, LayerSpec, Mamba2, ModelConfig, Moe
+from rimuru_jax.models.config_reader import ConfigReader
 from rimuru_jax.models.weights import TensorNames
 
 NAMES = (

@@ -1,6 +1,7 @@
 """LFM2-MoE: gated short convolutions and attention, a sigmoid router with a bias. Source: transformers `Lfm2MoeForCausalLM`."""
 
-from rimuru_jax.models.config import ConfigReader, Dense, LayerSpec, ModelConfig, Moe, ShortConv
+from rimuru_jax.models.config import Dense, LayerSpec, ModelConfig, Moe, ShortConv
+from rimuru_jax.models.config_reader import ConfigReader
 from rimuru_jax.models.weights import TensorNames
 
 NAMES = (

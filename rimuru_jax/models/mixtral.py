@@ -1,6 +1,7 @@
 """Mixtral: experts named w1, w3, w2, normalised router weights. Source: transformers `MixtralForCausalLM`."""
 
-from rimuru_jax.models.config import ConfigReader, LayerSpec, ModelConfig, Moe
+from rimuru_jax.models.config import LayerSpec, ModelConfig, Moe
+from rimuru_jax.models.config_reader import ConfigReader
 from rimuru_jax.models.weights import TensorNames
 
 NAMES = (

@@ -1,6 +1,7 @@
 """Nemotron-H: blocks of one mixer each, Mamba-2, attention or ungated experts. Source: transformers `NemotronHForCausalLM`."""
 
-from rimuru_jax.models.config import ConfigReader, Dense, LayerSpec, Mamba2, ModelConfig, Moe
+from rimuru_jax.models.config import Dense, LayerSpec, Mamba2, ModelConfig, Moe
+from rimuru_jax.models.config_reader import ConfigReader
 from rimuru_jax.models.weights import TensorNames
 
 NAMES = (

@@ -1,6 +1,7 @@
 """OLMoE: query and key norms over the whole projection, raw router probabilities. Source: transformers `OlmoeForCausalLM`."""
 
-from rimuru_jax.models.config import ConfigReader, LayerSpec, ModelConfig, Moe
+from rimuru_jax.models.config import LayerSpec, ModelConfig, Moe
+from rimuru_jax.models.config_reader import ConfigReader
 from rimuru_jax.models.weights import TensorNames
 
 NAMES = (TensorNames(),)

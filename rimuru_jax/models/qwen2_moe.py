@@ -1,6 +1,7 @@
 """Qwen2-MoE and Qwen1.5-MoE: q/k/v biases, a shared expert behind a sigmoid gate. Source: transformers `Qwen2MoeForCausalLM`."""
 
-from rimuru_jax.models.config import ConfigReader, Dense, LayerSpec, ModelConfig, Moe, sparse_layers
+from rimuru_jax.models.config import Dense, LayerSpec, ModelConfig, Moe
+from rimuru_jax.models.config_reader import ConfigReader, sparse_layers
 from rimuru_jax.models.weights import TensorNames
 
 NAMES = (TensorNames(),)

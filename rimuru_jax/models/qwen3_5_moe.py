@@ -6,7 +6,8 @@ experts of a layer in two tensors; a language model saved by itself has a tensor
 
 import dataclasses
 
-from rimuru_jax.models.config import ConfigReader, LayerSpec, ModelConfig
+from rimuru_jax.models.config import LayerSpec, ModelConfig
+from rimuru_jax.models.config_reader import ConfigReader
 from rimuru_jax.models.qwen3_next import hybrid_mixers, shared_moe
 from rimuru_jax.models.weights import TensorNames
 

@@ -1,6 +1,7 @@
 """Qwen3-MoE: per-head query/key norms, no shared expert. Source: transformers `Qwen3MoeForCausalLM`, hub configs."""
 
-from rimuru_jax.models.config import ConfigReader, Dense, LayerSpec, ModelConfig, Moe, sparse_layers
+from rimuru_jax.models.config import Dense, LayerSpec, ModelConfig, Moe
+from rimuru_jax.models.config_reader import ConfigReader, sparse_layers
 from rimuru_jax.models.weights import TensorNames
 
 NAMES = (TensorNames(),)

@@ -1,15 +1,7 @@
 """Qwen3-Next: gated delta nets and, every few layers, attention with an output gate. Source: transformers `Qwen3NextForCausalLM`."""
 
-from rimuru_jax.models.config import (
-    ConfigReader,
-    Dense,
-    GatedDeltaNet,
-    LayerSpec,
-    Mixer,
-    ModelConfig,
-    Moe,
-    sparse_layers,
-)
+from rimuru_jax.models.config import Dense, GatedDeltaNet, LayerSpec, Mixer, ModelConfig, Moe
+from rimuru_jax.models.config_reader import ConfigReader, sparse_layers
 from rimuru_jax.models.weights import TensorNames
 
 NAMES = (TensorNames(delta_by_key_head=True),)

@@ -18,7 +18,8 @@ from rimuru_jax.models import (
     qwen3_moe,
     qwen3_next,
 )
-from rimuru_jax.models.config import ConfigReader, ModelConfig
+from rimuru_jax.models.config import ModelConfig
+from rimuru_jax.models.config_reader import ConfigReader
 from rimuru_jax.models.weights import TensorNames
 
 ARCHITECTURES: Mapping[str, ModuleType] = {

@@ -118,7 +118,7 @@ def forward(
     `decode` promises at most one token per row. Call it under `jax.jit` with the pool donated.
     """
     config = spec.config
-    step = StepContext(spec, batch, tables, experts, host_pages, decode)
+    step = StepContext.create(spec, batch, tables, experts, host_pages, decode=decode)
     hidden = params["embedding"][batch.token_ids] * config.embedding_scale
     pool = load_experts(step, pool, jnp.int32(0))
 

@@ -5,6 +5,7 @@ that published checkpoints use. Matrices keep the checkpoint's `[out, in]` orien
 input are stacked along `out` (q, k, v; gate, up) so that a step multiplies once.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -102,7 +103,9 @@ class TensorNames:
     fused_experts: tuple[str, str] | None = None
     """Instead of `expert`: names of all experts' gate and up `[E, 2 f, d]`, and of their down `[E, d, f]`."""
     experts_transposed: bool = False
-    """The fused ones are `[E, d, 2 f]`, gate and up in turn, and `[E, f, d]`; with biases `[E, 2 f]` and `[E, d]`."""
+    """The fused ones are `[E, d, 2 f]`, gate and up in turn, and `[E, f, d]`."""
+    expert_biases: tuple[str, str] = ("mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias")
+    """Of all experts: `[E, 2 f]`, gate and up in turn, and `[E, d]`."""
     shared: str = "mlp.shared_expert."
     shared_fused: tuple[str, str] | None = None
     """Names of the shared expert's gate and up `[2 s, d]` and of its down, where they are not like `matrices`."""
@@ -148,8 +151,7 @@ def gated_delta_sources(
     if names.delta_by_key_head:
         shapes = ((net.channels + inner, hidden), (2 * heads, hidden))
         parts = ("in_proj_qkvz", "in_proj_ba")
-        order = _rows_of_delta(net)
-        convert = lambda stacked: stacked[order]  # noqa: E731
+        convert = operator.itemgetter(_rows_of_delta(net))
     else:
         shapes = ((net.channels, hidden), (inner, hidden), (heads, hidden), (heads, hidden))
         parts, convert = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), None
@@ -257,7 +259,7 @@ def moe_sources(prefix: str, names: TensorNames, moe: Moe, hidden: int) -> dict[
             (prefix + names.selection_bias,), ((experts,),), float32=True
         )
     if moe.expert_bias:
-        gate_up, down = (f"{prefix}{name}_bias" for name in names.fused_experts or ())
+        gate_up, down = (prefix + name for name in names.expert_biases)
         sources["expert_gate_up_bias"] = TensorSource(
             (gate_up,),
             ((experts, 2 * f),),

@@ -1,7 +1,6 @@
 """The routes: OpenAI's completions and chats, vLLM's smaller ones, and the pool."""
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -27,7 +26,8 @@ from rimuru_jax.server.async_engine import (
     QueueFullError,
     ShuttingDownError,
 )
-from rimuru_jax.server.guard import Guard, ServerConfig
+from rimuru_jax.server.config import ServerConfig
+from rimuru_jax.server.guard import Guard
 from rimuru_jax.server.metrics import ServerMetrics
 from rimuru_jax.server.pool_state import pool_state
 from rimuru_jax.server.protocol import (
@@ -38,8 +38,6 @@ from rimuru_jax.server.protocol import (
     StreamOptions,
     TokenizeRequest,
 )
-
-logger = logging.getLogger(__name__)
 
 _PAGE = Path(__file__).with_name("pool.html")
 
@@ -131,8 +129,9 @@ class _Routes:
         if body.logprobs is not None and not 0 <= body.logprobs <= 20:
             raise RefusedError(400, f"logprobs is {body.logprobs}, it must be from 0 to 20", param="logprobs")
         params = self._params(body, max_tokens=body.max_tokens, logprobs=body.logprobs)
-        if body.echo and body.stream:
-            raise RefusedError(400, "echo is not supported together with stream", param="echo")
+        if body.echo and (body.stream or body.logprobs is not None):
+            other = "stream" if body.stream else "logprobs"
+            raise RefusedError(400, f"echo is not supported together with {other}", param="echo")
         ids = [await self._encode(prompt) for prompt in prompts]
         name = _name(body.request_id, "cmpl")
         if body.stream:
@@ -393,6 +392,15 @@ class _Routes:
 
     async def _render(self, body: ChatCompletionRequest | TokenizeRequest) -> list[int]:
         messages, kwargs = body.messages or [], body.chat_template_kwargs or {}
+        # A template of the client's own would be a program of the client's own.
+        if taken := sorted(
+            {"chat_template", "messages", "tools", "tokenize", "add_generation_prompt"} & set(kwargs)
+        ):
+            raise RefusedError(
+                400,
+                f"chat_template_kwargs has {taken[0]!r}, which is no variable of templates",
+                param="chat_template_kwargs",
+            )
         tools = body.tools
         if isinstance(body, ChatCompletionRequest) and body.tool_choice == "none":
             tools = None
@@ -466,9 +474,7 @@ class _Routes:
     async def abort(self, body: AbortRequest) -> dict[str, Any]:
         """End requests by the names they were given; unknown names are passed over."""
         for request_id in body.request_ids:
-            for running in list(self.engine._streams):
-                if running == request_id or running.rsplit("/", 1)[0] == request_id:
-                    self.engine.abort(running)
+            self.engine.abort(request_id)
         return {"aborted": body.request_ids}
 
     async def health(self) -> Response:

@@ -8,6 +8,7 @@ So a client that reads slowly costs nothing but its own delay: what it misses is
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -42,6 +43,8 @@ class EngineFailedError(Exception):
 class _Stream:
     """What one caller has not seen yet."""
 
+    name: str
+    """What the caller calls its request."""
     loop: asyncio.AbstractEventLoop
     ready: asyncio.Event
     latest: RequestOutput | None = None
@@ -73,8 +76,11 @@ class AsyncEngine:
         self._listener = listener
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
+        # By the engine's name of a request, which is never used twice: an output that comes late, of a request whose
+        # caller has left, must not reach the next one of the same name.
         self._streams: dict[str, _Stream] = {}
-        self._arriving = 0  # added by callers, not yet taken in by the engine thread
+        self._numbers = itertools.count()
+        self._arriving: set[str] = set()  # added by callers, not yet taken in by the engine thread
         self._accepting = True
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -85,7 +91,7 @@ class AsyncEngine:
     @property
     def num_queued(self) -> int:
         """Requests that wait for admission."""
-        return self._arriving + len(self.engine.scheduler.waiting)
+        return len(self._arriving) + len(self.engine.scheduler.waiting)
 
     @property
     def num_unfinished(self) -> int:
@@ -96,7 +102,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput]:
         """Serve one request, yielding it as it stands whenever it has changed since the last time.
 
-        Leaving the iterator early, by whatever way, aborts the request and frees its pages at once.
+        `request_id` is the caller's name for it, of which the outputs' `request_id` is made. Leaving the iterator early, by whatever way, aborts the request and frees its pages at once.
 
         Raises:
             ValueError: in one sentence, if it cannot be served.
@@ -110,12 +116,13 @@ class AsyncEngine:
             raise QueueFullError(
                 f"{self.num_queued} requests wait already, which is the limit (max_num_queued_reqs); try again later"
             )
-        stream = _Stream(asyncio.get_running_loop(), asyncio.Event())
-        if request_id in self._streams:
+        if any(stream.name == request_id for stream in self._streams.values()):
             raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
-        self._streams[request_id] = stream
-        self._arriving += 1
-        self._command(lambda: self._add(request_id, prompt, params, priority))
+        stream = _Stream(request_id, asyncio.get_running_loop(), asyncio.Event())
+        internal = f"{request_id}#{next(self._numbers)}"
+        self._streams[internal] = stream
+        self._arriving.add(internal)
+        self._command(lambda: self._add(internal, prompt, params, priority))
         finished = False
         try:
             while not finished:
@@ -129,13 +136,15 @@ class AsyncEngine:
                 finished = output.finished
                 yield output
         finally:
-            self._streams.pop(request_id, None)
+            del self._streams[internal]
             if not finished:
-                self._command(lambda: self._abort(request_id))
+                self._command(lambda: self._abort(internal))
 
     def abort(self, request_id: str) -> None:
-        """End a request; its caller gets the output so far with the finish reason "abort"."""
-        self._command(lambda: self._abort(request_id))
+        """End a request, or all called `request_id`/...; callers get the output so far, finished with "abort"."""
+        for internal, stream in list(self._streams.items()):
+            if request_id in (stream.name, stream.name.rsplit("/", 1)[0]):
+                self._command(lambda internal=internal: self._abort(internal))
 
     async def drain(self, timeout: float) -> int:
         """Take nothing new, wait up to `timeout` seconds for what runs, end the rest; returns how many were cut."""
@@ -143,7 +152,7 @@ class AsyncEngine:
         deadline = time.monotonic() + timeout
         while self._streams and self.failure is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        cut = list(self._streams)
+        cut = [stream.name for stream in self._streams.values()]
         for request_id in cut:
             self.abort(request_id)
         while self._streams and self.failure is None and time.monotonic() < deadline + 5:
@@ -208,21 +217,21 @@ class AsyncEngine:
             logger.exception("the engine has failed")
             self._fail(error)
 
-    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> None:
-        self._arriving -= 1
-        stream = self._streams.get(request_id)
+    def _add(self, internal: str, prompt: Prompt, params: SamplingParams, priority: int) -> None:
+        self._arriving.discard(internal)
+        stream = self._streams.get(internal)
         if stream is None:  # its caller has left already
             return
         if self.failure is not None:
             self._wake_up(stream, error=EngineFailedError(f"the engine has failed: {self.failure}"))
             return
         try:
-            self.engine.add_request(request_id, prompt, params, priority=priority)
+            self.engine.add_request(internal, prompt, params, priority=priority)
         except ValueError as error:
             self._wake_up(stream, error=error)
 
-    def _abort(self, request_id: str) -> None:
-        self.engine.abort(request_id)
+    def _abort(self, internal: str) -> None:
+        self.engine.abort(internal)
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

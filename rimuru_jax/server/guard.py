@@ -2,30 +2,13 @@
 
 import hmac
 import json
-from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rimuru_jax.server.config import ServerConfig
 from rimuru_jax.server.responses import error_body
 
 _OPEN_PATHS = ("/", "/health", "/version", "/metrics")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """How the server behaves; names are vLLM's where it has them."""
-
-    served_model_name: str
-    api_key: str | None = None
-    """Asked for by everything but `/health`, `/version`, `/metrics` and the page at `/`, which asks its user."""
-    max_num_queued_reqs: int | None = None
-    """Requests that may wait for admission; more get status 429. None: no limit."""
-    request_timeout: float | None = None
-    """Seconds after which a request is ended. None: never."""
-    max_body_bytes: int = 8 << 20
-    """Larger requests get status 413."""
-    max_completions: int = 128
-    """Completions of one HTTP request, prompts times `n`."""
 
 
 class Guard:
@@ -52,7 +35,8 @@ class Guard:
                 return
         limit = self._config.max_body_bytes
         declared = headers.get(b"content-length", b"0")
-        if not declared.isdigit() or int(declared) > limit:
+        # Of a number with many digits nothing is asked but that it is too large.
+        if not declared.isdigit() or len(declared) > 18 or int(declared) > limit:
             await _answer(send, 413, f"the body has more than {limit} bytes", "invalid_request_error")
             return
         body = bytearray()

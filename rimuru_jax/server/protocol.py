@@ -4,7 +4,7 @@ Fields of OpenAI that say nothing to a model server (`user`, `metadata`, `store`
 change the output and is not supported is refused by name.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -87,6 +87,12 @@ class _Sampling(BaseModel):
         ):
             if extra.get(name) not in harmless:
                 raise ValueError(f"{name} is {extra[name]!r}, but this server does not support it")
+        tool_choice = getattr(self, "tool_choice", None)
+        if tool_choice not in (None, "auto", "none"):
+            raise ValueError(f"tool_choice is {tool_choice!r}, but only 'auto' and 'none' are supported")
+        for name in ("bad_words", "continue_final_message", "logits_processors"):
+            if extra.get(name):
+                raise ValueError(f"{name} is not supported")
         if extra.get("chat_template") is not None:
             raise ValueError(
                 "chat_template is not taken from requests: templates are programs; it is the model's own"
@@ -125,7 +131,8 @@ class ChatCompletionRequest(_Sampling):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     """Passed on to the model's chat template."""
-    tool_choice: Literal["auto", "none"] | dict[str, Any] | str | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    """"auto" or "none", which keeps the tools from the template."""
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 

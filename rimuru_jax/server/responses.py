@@ -52,7 +52,7 @@ def chat_logprobs(part: CompletionOutput, first: int, top: int) -> dict[str, Any
 
 def completion_logprobs(
     token_ids: Sequence[int],
-    entries: Sequence[Mapping[int, Logprob] | None],
+    entries: Sequence[Mapping[int, Logprob]],
     top: int,
     offset: int,
 ) -> dict[str, Any]:
@@ -60,11 +60,6 @@ def completion_logprobs(
     tokens, logprobs, tops, offsets = [], [], [], []
     for token, candidates in zip(token_ids, entries, strict=True):
         offsets.append(offset)
-        if candidates is None:  # the first token of a prompt
-            tokens.append("")
-            logprobs.append(None)
-            tops.append(None)
-            continue
         chosen = candidates[token]
         text = chosen.decoded_token or ""
         offset += len(text)

@@ -9,7 +9,7 @@ import uvicorn
 
 from rimuru_jax.engine import Engine
 from rimuru_jax.server.app import build_app
-from rimuru_jax.server.guard import ServerConfig
+from rimuru_jax.server.config import ServerConfig
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -47,6 +47,14 @@ def test_every_standard_kind_runs(pattern, mixers, kinds):
     assert [len(tokens) for tokens in outputs] == [4, 4] and outputs[0] != outputs[1]
 
 
+def test_experts_may_have_biases():
+    moe = dataclasses.replace(MOE, activation="clamped_swiglu", expert_bias=True, router_bias=True)
+    layer = random_model(hybrid(("attn",), hidden_size=64, vocab_size=96, moe=moe), "float32").params[
+        "layers"
+    ][0]
+    assert layer["expert_gate_up_bias"].shape == (4, 2, 32) and layer["expert_down_bias"].shape == (4, 64)
+
+
 def test_weights_are_a_function_of_the_seed():
     config = hybrid(("gdn", "attn"), **SIZES)
     one, same, other = (random_model(config, "bfloat16", seed) for seed in (3, 3, 4))
@@ -70,6 +78,8 @@ def test_refusals():
     with pytest.raises(ValueError, match="weights in float32, but dtype is bfloat16; set it to float32"):
         Engine(model, dtype="bfloat16", page_pool_bytes=1 << 20)
     Engine(model, dtype="float32", page_pool_bytes=1 << 20, max_model_len=64)
+    with pytest.raises(ValueError, match="model is a ModelConfig, it must be a folder or a model in memory"):
+        Engine(hybrid(("attn",), **SIZES), dtype="float32")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="given to an engine before"):
         Engine(model, dtype="float32", page_pool_bytes=1 << 20)
     engine = Engine(

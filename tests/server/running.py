@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rimuru_jax import Engine
-from rimuru_jax.server.guard import ServerConfig
+from rimuru_jax.server.config import ServerConfig
 from rimuru_jax.server.serve import listen, serve_until
 
 

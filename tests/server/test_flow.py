@@ -93,6 +93,23 @@ def test_a_caller_that_leaves_frees_its_pages():
     asyncio.run(leave())
 
 
+def test_a_name_used_again_gets_nothing_of_its_predecessor():
+    async def again() -> None:
+        served = AsyncEngine(engine())
+        served.start()
+        for prompt in range(1, 20):
+            stream = served.generate("same", [prompt], params(200))
+            await anext(stream)
+            await stream.aclose()
+            outputs = [output async for output in served.generate("same", [prompt, 9], params(3))]
+            assert all(output.prompt_token_ids == [prompt, 9] for output in outputs)
+            assert len(outputs[-1].outputs[0].token_ids) == 3
+        assert await served.drain(5) == 0
+        check_idle(served.engine)
+
+    asyncio.run(again())
+
+
 def test_only_so_many_wait_and_refusals_reach_their_caller():
     async def flood() -> None:
         served = AsyncEngine(engine(max_num_seqs=1), max_num_queued_reqs=2)

@@ -92,10 +92,10 @@ def test_completions_of_several_prompts(client, served):
     assert answer.choices[0].text == answer.choices[1].text == " Paris.\n\nThe answer"
     logprobs = answer.choices[0].logprobs
     assert "".join(logprobs.tokens) == answer.choices[0].text
-    assert [
+    assert all(
         answer.choices[0].text[at:].startswith(t)
         for at, t in zip(logprobs.text_offset, logprobs.tokens, strict=True)
-    ]
+    )
     ids = httpx.post(f"{served[1]}/tokenize", json={"prompt": prompts[0]}).json()["tokens"]
     by_ids = client.completions.create(model="smol", prompt=ids, max_tokens=6, temperature=0)
     assert by_ids.choices[0].text == answer.choices[0].text
@@ -188,6 +188,9 @@ def test_metrics_and_pool(client, served):
         ("/v1/chat/completions", {"messages": []}, 400, ""),
         ("/v1/chat/completions", {"messages": QUESTION, "top_logprobs": 2}, 400, "wants logprobs to be true"),
         ("/v1/chat/completions", {"messages": QUESTION, "chat_template": "x"}, 400, "chat_template is not taken"),
+        ("/v1/chat/completions", {"messages": QUESTION, "chat_template_kwargs": {"chat_template": "x"}}, 400, "no variable of templates"),
+        ("/v1/chat/completions", {"messages": QUESTION, "tool_choice": "required"}, 400, "tool_choice is 'required'"),
+        ("/v1/completions", {"prompt": "x", "echo": True, "logprobs": 1}, 400, "echo is not supported together with logprobs"),
         ("/v1/chat/completions", {"messages": QUESTION, "response_format": {"type": "json_object"}}, 400, "not supported yet"),
         ("/tokenize", {}, 400, "give either prompt or messages"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens has -1"),

@@ -8,8 +8,9 @@ import httpx
 import pytest
 
 from rimuru_jax import Engine
+from rimuru_jax.models.hybrid import random_model
 from tests.server.running import running
-from tests.server.test_flow import MODEL, post, random_model
+from tests.server.test_flow import MODEL, post
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

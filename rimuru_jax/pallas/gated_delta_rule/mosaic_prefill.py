@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from rimuru_jax.pallas.gated_delta_rule.reference import inverse_norm
+from rimuru_jax.pallas.mosaic_ring import fetch_ring, slot_of
 from rimuru_jax.pallas.ragged import CHUNK, Chunks, chunk_decays
 
 COLUMNS = 32
@@ -141,32 +142,22 @@ def pass_over_chunks(
         key_head = lax.div(head, jnp.int32(value_heads // key_heads))
         columns = pl.ds(part * COLUMNS, COLUMNS)
 
-        def slot_of(i):
-            return lax.rem(i, jnp.int32(STEPS))
-
         @pl.when(jnp.logical_and(lax.axis_index("wg") == 1, count > 0))
         def _fetch():
-            def fetch(i, _):
-                slot = slot_of(i)
-                pl.when(i >= STEPS)(lambda: plgpu.barrier_wait(consumed.at[slot]))
-
-                @pl.when(i < count)
-                def _():
-                    c = first + i
-                    for source, target in (
-                        (w.at[c, head], w_smem),
-                        (q.at[c, key_head], q_smem),
-                        (u.at[c, head, :, columns], u_smem),
-                        (factors.at[c, head], factors_smem),
-                        (k.at[c, key_head], k_smem),
-                        (scores.at[c, head], scores_smem),
-                    ):
-                        plgpu.copy_gmem_to_smem(source, target.at[slot], ready.at[slot])
-
-                return ()
-
-            # The last turns only wait, so that no barrier ends in a phase nobody has seen.
-            lax.fori_loop(0, count + STEPS, fetch, ())
+            fetch_ring(
+                count,
+                STEPS,
+                ready,
+                consumed,
+                lambda i: (
+                    (w.at[first + i, head], w_smem),
+                    (q.at[first + i, key_head], q_smem),
+                    (u.at[first + i, head, :, columns], u_smem),
+                    (factors.at[first + i, head], factors_smem),
+                    (k.at[first + i, key_head], k_smem),
+                    (scores.at[first + i, head], scores_smem),
+                ),
+            )
 
         @pl.when(jnp.logical_and(lax.axis_index("wg") == 0, count > 0))
         def _compute():
@@ -190,7 +181,7 @@ def pass_over_chunks(
                 return pl.run_scoped(run, *(plgpu.WGMMAAccumulatorRef(shape) for shape in shapes))
 
             def step(i, state):
-                slot = slot_of(i)
+                slot = slot_of(i, STEPS)
                 s_smem[...] = state.astype(bf16)
                 plgpu.commit_smem()
                 plgpu.barrier_wait(ready.at[slot])

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from rimuru_jax.pallas.mosaic_ring import fetch_ring, slot_of
 from rimuru_jax.pallas.ragged import CHUNK, Chunks, chunk_decays
 
 COLUMNS = 32
@@ -91,33 +92,23 @@ def pass_over_chunks(
         first, count, page, has_state = (rows[i, row] for i in range(4))
         group = lax.div(head, jnp.int32(heads // groups))
 
-        def slot_of(i):
-            return lax.rem(i, jnp.int32(STEPS))
-
         @pl.when(jnp.logical_and(lax.axis_index("wg") == 1, count > 0))
         def _fetch():
-            def fetch(i, _):
-                slot = slot_of(i)
-                pl.when(i >= STEPS)(lambda: plgpu.barrier_wait(consumed.at[slot]))
-
-                @pl.when(i < count)
-                def _():
-                    c = first + i
-                    for source, target in (
-                        (x.at[c, head, :, columns], x_smem),
-                        (dt.at[c, head], dt_smem),
-                        (to_end.at[c, head], to_end_smem),
-                        (C.at[c, group], c_smem),
-                        (B.at[c, group], b_smem),
-                        (scores.at[c, head], scores_smem),
-                        (from_start.at[c, head], from_start_smem),
-                    ):
-                        plgpu.copy_gmem_to_smem(source, target.at[slot], ready.at[slot])
-
-                return ()
-
-            # The last turns only wait, so that no barrier ends in a phase nobody has seen.
-            lax.fori_loop(0, count + STEPS, fetch, ())
+            fetch_ring(
+                count,
+                STEPS,
+                ready,
+                consumed,
+                lambda i: (
+                    (x.at[first + i, head, :, columns], x_smem),
+                    (dt.at[first + i, head], dt_smem),
+                    (to_end.at[first + i, head], to_end_smem),
+                    (C.at[first + i, group], c_smem),
+                    (B.at[first + i, group], b_smem),
+                    (scores.at[first + i, head], scores_smem),
+                    (from_start.at[first + i, head], from_start_smem),
+                ),
+            )
 
         @pl.when(jnp.logical_and(lax.axis_index("wg") == 0, count > 0))
         def _compute():
@@ -133,7 +124,7 @@ def pass_over_chunks(
                 return lax.broadcast_in_dim(values, like.shape, [0])
 
             def step(i, state):
-                slot = slot_of(i)
+                slot = slot_of(i, STEPS)
                 s_smem[...] = state.astype(bf16)
                 plgpu.barrier_wait(ready.at[slot])
                 step_size, begin, end = (
