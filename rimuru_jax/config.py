@@ -12,6 +12,10 @@ class EngineConfig:
 
     tokenizer: str | None = None
     """Folder of the tokenizer, when it is not the model's."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """"auto" reads the model's weights; "dummy" makes random ones, from a config.json alone."""
+    dummy_router_skew: float = 0.0
+    """How unequally often dummy weights choose experts: exponent of their popularity by rank. 0 is uniform, 0.3 realistic."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights, activations and cached keys and values."""
     seed: int = 0

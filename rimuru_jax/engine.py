@@ -29,6 +29,7 @@ from rimuru_jax.models.checkpoint import LoadedModel, load_checkpoint
 from rimuru_jax.models.config import ElementBytes, ModelConfig
 from rimuru_jax.models.context import ModelSpec
 from rimuru_jax.models.default_model import DEFAULT_POOL_BYTES, cache_dir, default_model_path
+from rimuru_jax.models.random_weights import random_model, skewed
 from rimuru_jax.models.registry import parse_config, read_config
 from rimuru_jax.models.stack import stack_params
 from rimuru_jax.outputs import FinishReason, Logprob, RequestOutput
@@ -54,7 +55,7 @@ class Engine:
     """Serves one model.
 
     Args:
-        model: a Hugging Face or packed model folder; a model in memory (see `models.hybrid`), whose parameters are
+        model: a Hugging Face or packed model folder (or a config.json, for dummy weights); a model in memory (see `models.hybrid`), whose parameters are
             taken out of it; None: the embedded default model.
         progress: called while the model is built and loaded.
         config: fields of `EngineConfig`.
@@ -83,6 +84,8 @@ class Engine:
         else:
             folder = default_model_path(report) if model is None else Path(model)
             self.model_config = parse_config(read_config(folder))
+            if self.config.load_format == "dummy":
+                self.model_config = skewed(self.model_config, self.config.dummy_router_skew)
         tokenizer_folder = self.config.tokenizer or folder
         self.tokenizer_folder = Path(tokenizer_folder) if tokenizer_folder else None
         self.tokenizer = load_tokenizer(self.tokenizer_folder) if self.tokenizer_folder else None
@@ -94,7 +97,7 @@ class Engine:
         _use_compilation_cache()
         loaded = model
         if folder is not None:
-            loaded = load_checkpoint(folder, self.config.dtype, report, self.config.verify_checkpoint)
+            loaded = self._load(folder, report)
         assert isinstance(loaded, LoadedModel)
         report(1.0, "placing experts")
         self._build(stack_params(self.model_config, loaded.params), loaded.host_pages, profile)
@@ -103,6 +106,19 @@ class Engine:
         self._arrivals = itertools.count()
         self._unreported: dict[str, RequestState] = {}
         """Requests that ended outside of a step's normal course: the next `step` reports them."""
+
+    def _load(self, folder: Path, report: LoadProgress) -> LoadedModel:
+        config = self.config
+        if config.load_format == "dummy":
+            skew = config.dummy_router_skew
+            return random_model(
+                self.model_config, config.dtype, config.seed, router_skew=skew, progress=report
+            )
+        if folder.is_file():
+            raise ValueError(
+                f'{folder} is a file without weights: give a model folder, or load_format="dummy"'
+            )
+        return load_checkpoint(folder, config.dtype, report, config.verify_checkpoint)
 
     def _build(self, params: Mapping[str, Any], host_pages: np.ndarray, profile: HotsetProfile) -> None:
         config, plan, moe = self.config, self.plan, self.model_config.moe

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int32
 from rimuru_jax.array_types import Hidden, HostIntArray, HostPages, Logits, PageTable, Pool, RouterCounts
 from rimuru_jax.host.expert_cache import HOST, ExpertCopy, PageMove
 from rimuru_jax.host.page_layout import PageLayout
+from rimuru_jax.host_memory import device_view
 from rimuru_jax.models import stack
 from rimuru_jax.models.context import Batch, ExpertTables, ModelSpec, PageTables
 from rimuru_jax.models.stack import StackParams
@@ -177,7 +178,7 @@ class ServingLoop:
     ):
         self.spec = spec
         self.params: StackParams = jax.tree.map(jnp.asarray, params)
-        self.host_pages: HostPages = jax.device_put(host_pages)
+        self.host_pages: HostPages = device_view(host_pages)
         self.pool: Pool = _empty_pool(num_huge_pages, layout.huge_page_bytes // WORD_BYTES)
         self.tables: dict[str, PageTable] = {}
         for placed in layout.sequence_kinds:

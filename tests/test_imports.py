@@ -13,6 +13,7 @@ PACKAGE = Path(rimuru_jax.__file__).parent
 LAYERS = (
     ("host", "sampling_params", "outputs", "chat_template"),
     ("config", "array_types", "tokenizer", "generation_config"),
+    ("host_memory",),
     ("pallas",),
     ("models",),
     ("sampling", "serving_loop"),

@@ -200,7 +200,7 @@ def test_refusals(capsys, tmp_path):
         json.dumps(nemotron | {"hybrid_override_pattern": "X", "num_hidden_layers": 1})
     )
     assert "ssm_state_size is missing" in refused(json.dumps(nemotron | {"ssm_state_size": None}))
-    assert "not JSON" in refused("{")
+    assert "cannot be read as JSON" in refused("{")
     assert "JSON object is wanted" in refused("[]")
     assert "no config.json" in refusal(capsys, tmp_path / "nowhere")
     qwen = CONFIGS / "Qwen3-30B-A3B.json"

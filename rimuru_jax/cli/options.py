@@ -120,6 +120,14 @@ def engine_options(
         Path | None,
         typer.Option(help="Folder of the tokenizer, if not the model's."),
     ] = None,
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        typer.Option(help="auto: read the weights; dummy: random ones, from a config.json alone."),
+    ] = DEFAULTS.load_format,
+    dummy_router_skew: Annotated[
+        float,
+        typer.Option(help="How unequally often dummy weights choose experts: 0 uniform, 0.3 realistic."),
+    ] = DEFAULTS.dummy_router_skew,
     dtype: Dtype = DEFAULTS.dtype,
     seed: Annotated[
         int,

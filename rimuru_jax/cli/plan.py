@@ -48,7 +48,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, sizes in bytes.")] = False,
 ) -> None:
     """Show what a model's page pool would hold. Reads config.json only, no weights."""
-    described = parse_config(_read(model))
+    described = parse_config(read_config(model))
     size = _BYTES[dtype]
     elements = ElementBytes(weight=size, state=size, recurrent=_BYTES[mamba_ssm_cache_dtype])
     layout = choose_layout(lambda tokens: described.page_kinds(elements, tokens), block_size)
@@ -89,19 +89,6 @@ def plan(
         print(json.dumps(content, indent=2))
     else:
         _print(described, layout, classes, rows)
-
-
-def _read(model: Path) -> dict[str, Any]:
-    """The config of a folder, or of a file of any name."""
-    if not model.is_file():
-        return read_config(model)
-    try:
-        raw = json.loads(model.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{model} is not JSON ({error}); give a model folder or its config.json") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{model} holds a {type(raw).__name__}, but a JSON object is wanted")
-    return raw
 
 
 def _pool_sizes(layout: PageLayout, expert_bytes: int) -> list[int]:

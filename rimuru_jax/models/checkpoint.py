@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from rimuru_jax.host_memory import empty_pages
 from rimuru_jax.models.config import ModelConfig
 from rimuru_jax.models.registry import parse_config, read_config, tensor_names
 from rimuru_jax.models.weights import (
@@ -51,7 +52,6 @@ _THREADS = (
     4  # reading is bound by page faults: on a cold disk four threads are about three times as fast as one
 )
 _PART_BYTES = 32 * 2**20  # read by a thread at a time
-_ALIGNMENT = 4096  # of an OS page, so that the array can be page-locked as it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +72,7 @@ def load_checkpoint(
 ) -> LoadedModel:
     """Load a Hugging Face or packed `folder` with all weights in `dtype`.
 
-    A packed folder is mapped rather than read: its `host_pages` are private to this process (written pages are copied,
-    the file never changes). `verify` compares everything in it with its checksums; safetensors files have none.
+    A packed folder is mapped rather than read: its `host_pages` cannot be written. `verify` compares everything in it with its checksums; safetensors files have none.
 
     Raises:
         ValueError: in one sentence, if the folder holds no model, an unsupported or unfinished one, or is damaged.
@@ -248,14 +247,6 @@ def page_shape(config: ModelConfig, dtype: Dtype) -> tuple[int, int]:
     return len(config.moe_layers) * moe.num_experts * moe.matrices, words
 
 
-def empty_pages(num_pages: int, words: int) -> HostPages:
-    """Uninitialised pages in memory that starts at a whole OS page."""
-    num_bytes = num_pages * words * 2
-    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + num_bytes].view(np.uint16).reshape(num_pages, words)
-
-
 def parameter_tree[Leaf](config: ModelConfig, leaves: Mapping[ParameterPath, Leaf]) -> dict[str, Any]:
     """`leaves` as nested dictionaries, with a list of layers."""
     tree: dict[str, Any] = {"layers": [{} for _ in config.layers]}
@@ -285,12 +276,14 @@ def byte_progress(progress: Progress | None, total: int, text: str) -> Callable[
     return report
 
 
-def in_threads[T, R](work: Callable[[T], R], items: Sequence[T], done: Callable[[R], None]) -> None:
+def in_threads[T, R](
+    work: Callable[[T], R], items: Sequence[T], done: Callable[[R], None], threads: int | None = _THREADS
+) -> None:
     """Run `work` on every item in a few threads and pass each result to `done` in this one, in order of arrival.
 
     The first error, an interrupt too, cancels what has not begun and is raised.
     """
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         try:
             for future in as_completed([pool.submit(work, item) for item in items]):
                 done(future.result())

@@ -11,20 +11,8 @@ A mixer of your own goes into `mixers`; `stack.MIXERS` says how it runs.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from rimuru_jax.models.checkpoint import (
-    DTYPES,
-    Dtype,
-    LoadedModel,
-    empty_pages,
-    page_shape,
-    parameter_dtype,
-    parameter_tree,
-)
 from rimuru_jax.models.config import (
     Attention,
     Dense,
@@ -37,7 +25,9 @@ from rimuru_jax.models.config import (
     Rotary,
     ShortConv,
 )
-from rimuru_jax.models.weights import ParameterPath, TensorNames, TensorSource, resident_sources
+from rimuru_jax.models.random_weights import random_model
+
+__all__ = ["hybrid", "random_model", "standard_mixers"]
 
 
 def standard_mixers(hidden_size: int) -> dict[str, Mixer]:
@@ -125,40 +115,3 @@ def hybrid(
     )
     _ = config.moe, config.states  # raises for what cannot share a pool
     return config
-
-
-def random_model(config: ModelConfig, dtype: Dtype, seed: int = 0) -> LoadedModel:
-    """Random weights for `config`: normal, scaled so that activations keep their size; norms are ones."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}, but weights are served in one of {', '.join(DTYPES)}")
-    rng = np.random.default_rng(seed)
-    leaves: dict[ParameterPath, np.ndarray] = {
-        path: _random(str(path[-1]), source, config, rng).astype(parameter_dtype(source, dtype))
-        for path, source in resident_sources(config, TensorNames()).items()
-    }
-    pages = empty_pages(*page_shape(config, dtype))
-    moe = config.moe
-    fan_in = [config.hidden_size] * (moe.matrices - 1) + [moe.intermediate_size]
-    for row, page in enumerate(pages):
-        values = rng.standard_normal(moe.intermediate_size * config.hidden_size, np.float32)
-        page.view(DTYPES[dtype])[:] = values * fan_in[row % moe.matrices] ** -0.5
-    return LoadedModel(config=config, raw_config={}, params=parameter_tree(config, leaves), host_pages=pages)
-
-
-def _random(name: str, source: TensorSource, config: ModelConfig, rng: np.random.Generator) -> np.ndarray:
-    shape = source.shape
-    special: Mapping[str, Callable[[], np.ndarray]] = {
-        # As recurrent models are initialised: decays of 1 to 16 per unit of a step size from 1e-3 to 1e-1.
-        "A_log": lambda: np.log(rng.uniform(1, 16, shape)),
-        "dt_bias": lambda: np.log(np.expm1(np.exp(rng.uniform(math.log(1e-3), math.log(1e-1), shape)))),
-        "D": lambda: np.ones(shape),
-    }
-    if name in special:
-        return special[name]()
-    if name.endswith("norm"):
-        return np.full(shape, 0.0 if config.norm == "zero_centred" and name != "mixer_norm" else 1.0)
-    if len(shape) == 1:  # biases, sinks
-        return np.zeros(shape)
-    if name == "embedding":
-        return rng.standard_normal(shape, np.float32)
-    return rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5

@@ -79,7 +79,7 @@ def is_packed(folder: Path) -> bool:
 def load_packed(
     folder: Path, dtype: Dtype, progress: Progress | None = None, verify: bool = True
 ) -> LoadedModel:
-    """Load a packed checkpoint. Its pages are mapped copy-on-write; `verify` compares everything with its checksum.
+    """Load a packed checkpoint. Its pages are mapped read-only; `verify` compares everything with its checksum.
 
     Raises:
         ValueError: in one sentence, if it is unfinished, damaged or of another dtype.
@@ -108,7 +108,7 @@ def load_packed(
         found = (folder / name).stat().st_size if (folder / name).is_file() else 0
         if found != size:
             raise _damaged(folder, name, f"it has {found} bytes of {size}")
-    host_pages = np.memmap(folder / _PAGES, np.uint16, "c", shape=shape)
+    host_pages = np.memmap(folder / _PAGES, np.uint16, "r", shape=shape)
     report = byte_progress(progress, manifest["total_bytes"], f"checking {folder.name}")
     if verify:  # before orbax reads: damage makes it fail with many messages, or not at all
         _verify_files(folder, manifest)

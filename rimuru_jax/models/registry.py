@@ -62,8 +62,11 @@ def tensor_names(model_type: str) -> tuple[TensorNames, ...]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The contents of `folder`/config.json. Raises ValueError in one sentence when there is none or it is damaged."""
-    path = folder / "config.json"
+    """The contents of `folder`/config.json, or of a file of any name that is given in place of a folder.
+
+    Raises ValueError in one sentence when there is none or it is damaged.
+    """
+    path = folder if folder.is_file() else folder / "config.json"
     if not path.is_file():
         raise ValueError(
             f"{folder} has no config.json, so it is not a Hugging Face model folder; give the folder that holds one"

@@ -98,15 +98,12 @@ def test_nan_payloads_survive(tmp_path: Path) -> None:
     np.testing.assert_array_equal(model.host_pages[(1 * 4 + 2) * 3 + 2], bits[: 24 * 32])
 
 
-def test_pages_are_mapped_and_private(source: Path, target: Path) -> None:
+def test_pages_are_mapped_read_only(source: Path, target: Path) -> None:
     convert_checkpoint(source, target, "bfloat16")
-    before = files_of(target)
     pages = load_checkpoint(target, "bfloat16").host_pages
     assert isinstance(pages, np.memmap)
     assert pages.ctypes.data % 4096 == 0
-    assert pages.flags.writeable
-    pages[:] = 0
-    assert files_of(target) == before
+    assert not pages.flags.writeable
 
 
 def test_converting_again_does_nothing(source: Path, target: Path) -> None:

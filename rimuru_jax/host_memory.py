@@ -1,0 +1,203 @@
+"""Host memory that kernels read in place.
+
+On a GPU the pages are page-locked where they lie, and JAX is given a view of the same addresses that says *CUDA device*:
+host and device share one address space, so kernels read such memory over PCIe like any other. The view must never be
+donated or written. On a CPU there is nothing to do: JAX reads the array in place.
+"""
+
+import ctypes
+import functools
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from rimuru_jax.array_types import HostPages
+
+OS_PAGE = 4096
+"""Bytes; page-locked memory begins at a multiple."""
+
+_COPY_BYTES = 64 * 2**20  # copied by a thread at a time
+_DEVICE_MAP, _READ_ONLY = 2, 8  # flags of cuMemHostRegister
+_DLPACK_CUDA, _DLPACK_UINT = 2, 1
+
+
+def device_view(pages: np.ndarray) -> HostPages:
+    """uint16 `pages` as an array of the default device that shares their memory; it keeps them alive.
+
+    Pages of a file mapped read-only are locked in the file cache, so that nothing is copied; where the system refuses
+    that, they are read once into memory that can be locked. Raises MemoryError when nothing can be locked.
+    """
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return jax.device_put(pages)
+    driver = _driver(device.id)
+    try:
+        driver.lock(pages)
+    except MemoryError:
+        if not isinstance(pages, np.memmap):
+            raise
+        pages = _copied(pages)
+        driver.lock(pages)
+    return jax.dlpack.from_dlpack(_Exporter(pages, device.id))
+
+
+def empty_pages(num_pages: int, words: int) -> np.ndarray:
+    """Uninitialised uint16 pages in memory that starts at a whole OS page, so that it can be page-locked."""
+    num_bytes = num_pages * words * 2
+    memory = np.empty(num_bytes + OS_PAGE, np.uint8)
+    start = -memory.ctypes.data % OS_PAGE
+    return memory[start : start + num_bytes].view(np.uint16).reshape(num_pages, words)
+
+
+def _copied(pages: np.ndarray) -> np.ndarray:
+    """The same pages in memory of their own, read by several threads."""
+    copy = empty_pages(*pages.shape)
+    step = max(1, _COPY_BYTES // (pages.shape[1] * pages.itemsize))
+
+    def read(first: int) -> None:
+        copy[first : first + step] = pages[first : first + step]
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(read, range(0, len(pages), step)))
+    return copy
+
+
+class _Driver:
+    """The part of the CUDA driver that locks memory, in the context that JAX uses on one device."""
+
+    def __init__(self, ordinal: int) -> None:
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+        device, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._check("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+        self._check("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        self._locked: dict[int, int] = {}  # bytes by address
+        self._mutex = threading.Lock()
+
+    def lock(self, pages: np.ndarray) -> None:
+        """Page-lock the memory of `pages` until the array is gone; nothing where that was done before."""
+        address, size = pages.ctypes.data, pages.nbytes
+        with self._mutex:
+            if self._locked.get(address, 0) >= size:
+                return
+            flags = _DEVICE_MAP | (0 if pages.flags.writeable else _READ_ONLY)
+            whole = ctypes.c_size_t(-(-size // OS_PAGE) * OS_PAGE)
+            seen = ctypes.c_uint64()
+            with self:
+                status = self._call(
+                    "cuMemHostRegister_v2", ctypes.c_void_p(address), whole, ctypes.c_uint(flags)
+                )
+                if status == 0:
+                    self._check(
+                        "cuMemHostGetDevicePointer_v2", ctypes.byref(seen), ctypes.c_void_p(address), 0
+                    )
+            if status != 0:
+                raise MemoryError(
+                    f"{size} bytes of host memory for the experts cannot be page-locked (cuMemHostRegister gave "
+                    f"{self._name(status)}): free host memory, or raise its limit (ulimit -l)"
+                )
+            if seen.value != address:
+                raise MemoryError(
+                    f"page-locked memory at {address:#x} is seen by the GPU at {seen.value:#x}, but one address is wanted: "
+                    "this system does not share addresses between host and GPU"
+                )
+            self._locked[address] = size
+        weakref.finalize(pages, self._unlock, address).atexit = False
+
+    def _unlock(self, address: int) -> None:
+        with self._mutex, self:
+            del self._locked[address]
+            self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def __enter__(self) -> None:
+        self._check("cuCtxPushCurrent_v2", self._context)
+
+    def __exit__(self, *_: object) -> None:
+        self._check("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _call(self, function: str, *arguments: Any) -> int:
+        return getattr(self._cuda, function)(*arguments)
+
+    def _check(self, function: str, *arguments: Any) -> None:
+        if status := self._call(function, *arguments):
+            raise MemoryError(f"the CUDA driver's {function} failed with {self._name(status)}")
+
+    def _name(self, status: int) -> str:
+        name = ctypes.c_char_p()
+        self._call("cuGetErrorName", ctypes.c_int(status), ctypes.byref(name))
+        return name.value.decode() if name.value else f"error {status}"
+
+
+_driver = functools.cache(_Driver)
+
+
+# The structures of DLPack (dlpack.h), which JAX takes an array of another library from.
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _DataType(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _Device),
+        ("ndim", ctypes.c_int),
+        ("dtype", _DataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _ManagedTensor(ctypes.Structure):
+    pass
+
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_ManagedTensor))
+_ManagedTensor._fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
+
+_exported: dict[int, Sequence[object]] = {}
+"""What a view still uses, by the address of its structure: JAX calls the deleter when the view is gone."""
+
+
+@_Deleter
+def _release(managed: Any) -> None:
+    _exported.pop(ctypes.addressof(managed.contents), None)
+
+
+class _Exporter:
+    """Memory of a numpy array as DLPack's protocol wants it, said to be on a CUDA device."""
+
+    def __init__(self, pages: np.ndarray, device: int) -> None:
+        self._pages, self._device = pages, device
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _DLPACK_CUDA, self._device
+
+    def __dlpack__(self, **_: object) -> object:
+        pages = self._pages
+        shape = (ctypes.c_int64 * pages.ndim)(*pages.shape)
+        managed = _ManagedTensor()
+        managed.tensor = _Tensor(
+            pages.ctypes.data,
+            _Device(_DLPACK_CUDA, self._device),
+            pages.ndim,
+            _DataType(_DLPACK_UINT, 8 * pages.itemsize, 1),
+            shape,
+            None,
+            0,
+        )
+        managed.deleter = _release
+        _exported[ctypes.addressof(managed)] = (managed, shape, pages)
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        return new(ctypes.addressof(managed), b"dltensor", None)
