@@ -201,7 +201,7 @@ def test_refusals(capsys, tmp_path):
     )
     assert "ssm_state_size is missing" in refused(json.dumps(nemotron | {"ssm_state_size": None}))
     assert "cannot be read as JSON" in refused("{")
-    assert "JSON object is wanted" in refused("[]")
+    assert "JSON object is needed" in refused("[]")
     assert "no config.json" in refusal(capsys, tmp_path / "nowhere")
     qwen = CONFIGS / "Qwen3-30B-A3B.json"
     assert "must be at least" in refusal(
