@@ -79,5 +79,5 @@ def test_errors():
         write_kv(pool, v, jnp.zeros((1, 3, 8)), jnp.zeros((1, 3, 8)), one, one)
     with pytest.raises(ValueError, match="do not divide"):
         load_pages(pool, jnp.zeros((2, v.stride - 1), jnp.uint16), one, one, jnp.int32(1))
-    with pytest.raises(ValueError, match="no implementation 'mosaic_gpu'"):
+    with pytest.raises(ValueError, match="cannot run as 'mosaic_gpu'"):
         load_pages(pool, pool, one, one, jnp.int32(1), implementation="mosaic_gpu")

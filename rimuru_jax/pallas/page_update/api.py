@@ -5,7 +5,9 @@ from jaxtyping import Array, Int32
 from rimuru_jax.array_types import HostPages, Keys, Pool
 from rimuru_jax.pallas.implementation import Implementation, resolve
 from rimuru_jax.pallas.memory_view import MemoryView
-from rimuru_jax.pallas.page_update import reference
+from rimuru_jax.pallas.page_update import mosaic_gpu, reference
+
+AVAILABLE = ("reference", "mosaic_gpu")
 
 
 def write_kv(
@@ -24,13 +26,15 @@ def write_kv(
         pool: the page pool, donated or carried by the caller so that it is written in place.
         view: pages `[2 (K, V), N, page_tokens, h]`.
         keys, values: `[T, N, h]`.
-        pages: page of each token; 0 (scratch) for padding rows.
+        pages: page of each token; 0 (scratch) for padding tokens, which may or may not be written.
         offsets: row of each token in its page, 0 <= offset < page_tokens.
     """
-    resolve("page_update", implementation, ("reference",))
     if len(view.page_shape) != 4 or keys.shape[1:] != (view.page_shape[1], view.page_shape[3]):
         raise ValueError(f"keys of shape {keys.shape} do not fit KV pages of shape {view.page_shape}")
-    return reference.write_kv(pool, view, keys, values, pages, offsets)
+    refusal = mosaic_gpu.write_kv_refusal(view, keys, values)
+    chosen = resolve("write_kv", implementation, AVAILABLE, refusal=refusal)
+    operator = mosaic_gpu.write_kv if chosen == "mosaic_gpu" else reference.write_kv
+    return operator(pool, view, keys, values, pages, offsets)
 
 
 def load_pages(
@@ -44,14 +48,18 @@ def load_pages(
 ) -> Pool:
     """Copy host pages `sources[:count]` into pool pages `targets[:count]`; `count` is a run-time value.
 
-    Pool pages are numbered in the expert kind's view; host and pool pages have the same number of words.
+    Targets differ from each other. Pool pages are numbered in the expert kind's view; host and pool pages have the same
+    number of words.
     """
-    resolve("page_update", implementation, ("reference",))
     if pool.shape[1] % host_pages.shape[1]:
         raise ValueError(
             f"host pages of {host_pages.shape[1]} words do not divide huge pages of {pool.shape[1]} words"
         )
-    return reference.load_pages(pool, host_pages, sources, targets, count)
+    words = host_pages.shape[1]
+    refusal = mosaic_gpu.copy_refusal(words, words)
+    chosen = resolve("load_pages", implementation, AVAILABLE, refusal=refusal)
+    operator = mosaic_gpu.load_pages if chosen == "mosaic_gpu" else reference.load_pages
+    return operator(pool, host_pages, sources, targets, count)
 
 
 def move_pages(
@@ -63,10 +71,15 @@ def move_pages(
     *,
     implementation: Implementation | None = None,
 ) -> Pool:
-    """Copy pages `sources[:count]` of the pool to `targets[:count]`, one after another; `count` is a run-time value."""
-    resolve("page_update", implementation, ("reference",))
+    """Copy pages `sources[:count]` of the pool to `targets[:count]`; `count` is a run-time value.
+
+    The result is that of one copy after another: a page may be left by one move and taken by a later one, in any chain.
+    """
     if pool.shape[1] % view.stride:
         raise ValueError(
             f"{view.kind} pages of {view.stride} words do not divide huge pages of {pool.shape[1]}"
         )
-    return reference.move_pages(pool, view, sources, targets, count)
+    refusal = mosaic_gpu.copy_refusal(view.stride, view.words)
+    chosen = resolve("move_pages", implementation, AVAILABLE, refusal=refusal)
+    operator = mosaic_gpu.move_pages if chosen == "mosaic_gpu" else reference.move_pages
+    return operator(pool, view, sources, targets, count)
