@@ -4,12 +4,19 @@ from typing import TYPE_CHECKING, Any
 
 from rimuru_jax.config import EngineConfig
 from rimuru_jax.outputs import CompletionOutput, RequestOutput
-from rimuru_jax.sampling_params import SamplingParams
+from rimuru_jax.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from rimuru_jax.engine import Engine
 
-__all__ = ["CompletionOutput", "Engine", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -37,6 +37,7 @@ from rimuru_jax.request_state import Completion, Prompt, RequestState, token_log
 from rimuru_jax.sampling import SampledTokens, build_sampling_inputs, sample
 from rimuru_jax.sampling_params import SamplingParams
 from rimuru_jax.serving_loop import Chunk, ServingLoop, StepOutputs, pack
+from rimuru_jax.structured_output import GrammarCompiler
 from rimuru_jax.tokenizer import (
     IncrementalDetokenizer,
     Tokenizer,
@@ -90,6 +91,9 @@ class Engine:
         self.tokenizer_folder = Path(tokenizer_folder) if tokenizer_folder else None
         self.tokenizer = load_tokenizer(self.tokenizer_folder) if self.tokenizer_folder else None
         self._eos_token_ids = read_eos_token_ids(folder) if folder else self.model_config.eos_token_ids
+        self.grammars = GrammarCompiler(
+            self.tokenizer, self.tokenizer_folder, self.model_config.vocab_size, self._eos_token_ids
+        )
         fallback = DEFAULT_POOL_BYTES if model is None else None
         self.plan = plan_for(self.model_config, self.config, fallback)
         profile = hotset_profile(self.model_config, self.config.expert_hotset_path)
@@ -183,6 +187,12 @@ class Engine:
         if params.prompt_logprobs is not None:
             state.prompt_logprobs = list[dict[int, Logprob] | None]([None] * len(ids))
         array = np.asarray(ids, np.int32)
+        stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)}
+        if params.min_tokens and params.allowed_token_ids and stops.issuperset(params.allowed_token_ids):
+            raise ValueError(
+                f"allowed_token_ids has nothing but tokens that end the output, which min_tokens "
+                f"({params.min_tokens}) forbids; allow others or set min_tokens to 0"
+            )
         for index in range(params.n):
             arrival = next(self._arrivals)
             request = Request(
@@ -193,9 +203,9 @@ class Engine:
                 arrival=arrival,
             )
             seed = (self.config.seed << 32) + arrival if params.seed is None else params.seed + index
-            stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)}
+            grammar = self.grammars.compile(params.structured_outputs) if params.structured_outputs else None
             completion = Completion(
-                index, request, seed, params, stops, self._detokenizer(params, ids), array
+                index, request, seed, params, stops, self._detokenizer(params, ids), array, grammar
             )
             try:
                 self.scheduler.add(request)

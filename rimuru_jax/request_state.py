@@ -11,6 +11,7 @@ from rimuru_jax.host.request import Request
 from rimuru_jax.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from rimuru_jax.sampling import SamplingRow, TokenLogprobs
 from rimuru_jax.sampling_params import SamplingParams
+from rimuru_jax.structured_output import Grammar
 from rimuru_jax.tokenizer import IncrementalDetokenizer, Tokenizer
 
 type Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -45,22 +46,36 @@ class Completion:
     """End-of-sequence ids (unless ignored) and the user's stop ids."""
     detokenizer: IncrementalDetokenizer | None
     prompt_array: np.ndarray
+    grammar: Grammar | None = None
+    """What the output must follow. Its next mask wants all tokens before it."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     stop_reason: int | str | None = None
 
     def sampling_row(self) -> SamplingRow:
+        stops, mask = self.stop_token_ids, None
+        if self.grammar is not None:
+            # A grammar that leaves nothing but a stop token is right, and `min_tokens` is not.
+            early = len(self.request.output_token_ids) < self.params.min_tokens
+            mask = self.grammar.mask(stops if early else ())
+            stops = ()
         return SamplingRow(
             params=self.params,
             seed=self.seed,
             prompt_token_ids=self.prompt_array,
             output_token_ids=self.request.output_token_ids,
             num_output_tokens=len(self.request.output_token_ids),
-            stop_token_ids=self.stop_token_ids,
+            stop_token_ids=stops,
+            token_mask=mask,
         )
 
     def accept(self, token_id: int, length_limit: int) -> FinishReason | None:
         """Take in the newest output token; return why the completion ends with it, if it does."""
         request, params = self.request, self.params
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
+            if self.grammar.error is not None:
+                self.stop_reason = f"structured_outputs: {self.grammar.error}"
+                return "error"
         ends = token_id in self.stop_token_ids
         if self.detokenizer is not None and not (ends and token_id not in (params.stop_token_ids or ())):
             self.detokenizer.add(token_id)
@@ -69,6 +84,8 @@ class Completion:
                 return "stop"
         if ends:
             self.stop_reason = token_id if token_id in (params.stop_token_ids or ()) else None
+            return "stop"
+        if self.grammar is not None and self.grammar.done:
             return "stop"
         return "length" if request.num_tokens >= length_limit else None
 

@@ -1,7 +1,8 @@
 """Choosing the next tokens on the device, and the log-probabilities to report with them.
 
-    logits -> bias, allowed ids, min_tokens ban -> penalties -> temperature 0: argmax
-                                                             -> temperature -> min_p -> top_k -> top_p -> draw
+    logits -> bias, allowed ids, grammar mask, min_tokens ban -> penalties
+        -> temperature 0: argmax
+        -> temperature -> min_p -> top_k -> top_p -> draw
 
 The order is vLLM's. `sample` keeps nothing between calls: token histories come with every call and all counts
 are made from them, so that preemption and reordering of rows cannot leave anything stale.
@@ -37,6 +38,7 @@ class SamplingFeatures:
     """Presence and frequency penalties."""
     logit_bias: bool = False
     allowed_ids: bool = False
+    token_mask: bool = False
     banned_ids: bool = False
     num_logprobs: int | None = None
     """Most probable tokens to report with each chosen one (0: that one alone); None: no log-probabilities."""
@@ -67,6 +69,8 @@ class SamplingInputs:
     bias_values: Float[_HostOrDevice, "S biased"]
     allowed_ids: Int[_HostOrDevice, "S allowed"]
     """The only ids that may be chosen; a row with none allows all."""
+    token_mask: Int[_HostOrDevice, "S words"]
+    """Of a grammar: bit `t % 32` of word `t // 32` says whether token `t` may be chosen. No words: all may."""
     banned_ids: Int[_HostOrDevice, "S banned"]
     """Ids that must not be chosen: stop and end-of-sequence ids before `min_tokens`."""
 
@@ -142,7 +146,7 @@ def compute_logprobs(
 def edit_logits(
     logits: Float[Array, "S V"], inputs: SamplingInputs, features: SamplingFeatures
 ) -> Float[Array, "S V"]:
-    """Bias, allowed ids, banned ids, then penalties: what changes even a greedy choice."""
+    """Bias, allowed ids, grammar, banned ids, then penalties: what changes even a greedy choice."""
     vocab_size = logits.shape[1]
     rows = jnp.arange(logits.shape[0])[:, None]
 
@@ -156,6 +160,11 @@ def edit_logits(
         allowed = jnp.zeros(logits.shape, bool).at[rows, columns(inputs.allowed_ids)].set(True, mode="drop")
         unrestricted = jnp.all(inputs.allowed_ids < 0, axis=1, keepdims=True)
         logits = jnp.where(allowed | unrestricted, logits, -jnp.inf)
+    if features.token_mask:
+        bits = jnp.repeat(inputs.token_mask, 32, axis=1, total_repeat_length=32 * inputs.token_mask.shape[1])
+        bit = lax.rem(jnp.arange(vocab_size, dtype=jnp.int32), jnp.int32(32))
+        allowed = (bits[:, :vocab_size] >> bit[None, :]) & 1
+        logits = jnp.where(allowed == 1, logits, -jnp.inf)
     if features.banned_ids:
         logits = logits.at[rows, columns(inputs.banned_ids)].set(-jnp.inf, mode="drop")
     if features.repetition_penalty:
@@ -275,6 +284,8 @@ class SamplingRow:
     """Output tokens, with the one still in flight: the index of the token to choose."""
     stop_token_ids: Collection[int]
     """Stop and end-of-sequence ids, banned until `params.min_tokens` are out."""
+    token_mask: np.ndarray | None = None
+    """Words of `SamplingInputs.token_mask`; None allows all tokens."""
 
 
 def build_sampling_inputs(
@@ -301,6 +312,7 @@ def build_sampling_inputs(
         output_penalties=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
         logit_bias=any(p.logit_bias for p in params),
         allowed_ids=any(p.allowed_token_ids for p in params),
+        token_mask=any(row.token_mask is not None for row in rows),
         banned_ids=any(banned),
         num_logprobs=_power_of_two(max(logprobs)) if logprobs else None,
     )
@@ -334,6 +346,7 @@ def build_sampling_inputs(
         bias_ids=_padded([list(b) for b in bias], num_rows),
         bias_values=_padded([list(b.values()) for b in bias], num_rows, pad=0.0, dtype=np.float32),
         allowed_ids=_padded([p.allowed_token_ids or () for p in params], num_rows),
+        token_mask=_masks([row.token_mask for row in rows], num_rows),
         banned_ids=_padded([list(ids) for ids in banned], num_rows),
     )
     return inputs, features
@@ -354,6 +367,16 @@ def _history(row: SamplingRow) -> np.ndarray:
             np.full(in_flight, -1, np.int32),
         ]
     )
+
+
+def _masks(masks: Sequence[np.ndarray | None], num_rows: int) -> np.ndarray:
+    """The masks as rows of one array; rows without allow all."""
+    words = max((len(mask) for mask in masks if mask is not None), default=0)
+    array = np.full((num_rows, words), -1, np.int32)
+    for row, mask in enumerate(masks):
+        if mask is not None:
+            array[row] = mask
+    return array
 
 
 def _padded(

@@ -1,13 +1,66 @@
 """How the next tokens of one request are chosen: names, defaults and meanings of vLLM's `SamplingParams`."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this one choose the most probable token, as in vLLM."""
 
 _TOKEN_ID_LIMIT = 2**31 - 1
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the output must look like; exactly one of the first five. A schema is stored as its JSON text."""
+
+    json: str | Mapping[str, Any] | bool | None = None
+    """A JSON schema."""
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    """The output is one of these texts."""
+    grammar: str | None = None
+    """A context-free grammar, in Lark's notation or in GBNF."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    disable_any_whitespace: bool = False
+    """No whitespace between the tokens of JSON."""
+    whitespace_pattern: str | None = None
+    """What may be between the tokens of JSON, as a regular expression."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) is not None]
+        if self.json_object is False:
+            raise ValueError("structured_outputs.json_object is False; leave it out to allow any text")
+        if len(given) != 1:
+            raise ValueError(
+                f"structured_outputs has {', '.join(given) or 'nothing'}; wanted exactly one of {', '.join(_KINDS)}"
+            )
+        if isinstance(self.json, Mapping | bool):
+            try:
+                object.__setattr__(self, "json", json.dumps(self.json, ensure_ascii=False))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"structured_outputs.json is not a JSON schema: {error}") from error
+        for name in ("json", "regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise ValueError(
+                    f"structured_outputs.{name} is {value!r:.100}; wanted a text that is not empty"
+                )
+        if self.choice is not None:
+            choice = _strings("structured_outputs.choice", self.choice)
+            if not choice or isinstance(self.choice, str):
+                raise ValueError(f"structured_outputs.choice is {self.choice!r}; wanted a list of texts")
+            object.__setattr__(self, "choice", choice)
+        for name in ("json_object", "disable_any_whitespace"):
+            if getattr(self, name) not in (None, True, False):
+                raise ValueError(
+                    f"structured_outputs.{name} is {getattr(self, name)!r}; wanted True or False"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +115,8 @@ class SamplingParams:
     """Added to the logits of these token ids; values in [-100, 100]."""
     allowed_token_ids: Sequence[int] | None = None
     """The only token ids that may be generated; None allows all."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the output must look like. Its end ends the output, whatever `ignore_eos` and `min_tokens` say."""
 
     def __post_init__(self) -> None:
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
@@ -104,6 +159,16 @@ class SamplingParams:
                 )
         if self.logit_bias is not None:
             self._store("logit_bias", _logit_bias(self.logit_bias))
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputsParams):
+                raise ValueError(
+                    f"structured_outputs is a {type(self.structured_outputs).__name__}; "
+                    "wanted StructuredOutputsParams"
+                )
+            if self.allowed_token_ids is not None:
+                raise ValueError(
+                    "allowed_token_ids and structured_outputs may leave no token to choose; wanted one of them"
+                )
 
     def _store(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

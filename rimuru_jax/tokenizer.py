@@ -43,7 +43,9 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         own = self.eos_token_id
-        self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *([] if own is None else [own])]))
+        self.eos_token_ids: tuple[int, ...] = tuple(
+            dict.fromkeys([*eos_token_ids, *([] if own is None else [own])])
+        )
 
     @property
     def vocab_size(self) -> int:

@@ -13,6 +13,7 @@ COMPILE_BOUND = (
     "tests/test_compiled_step.py",
     "tests/test_examples.py",
     "tests/test_hybrid_pool.py",
+    "tests/test_structured_output.py",
     "tests/models/test_hybrid.py",
 )
 """Tests whose time is XLA's: without optimised code generation they take little more than half of it."""

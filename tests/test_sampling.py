@@ -41,6 +41,7 @@ def row(
     seed: int = 0,
     index: int | None = None,
     stop: tuple[int, ...] = (),
+    mask: int | None = None,
     **params: Any,
 ) -> SamplingRow:
     output = output or []
@@ -51,6 +52,7 @@ def row(
         output_token_ids=output,
         num_output_tokens=len(output) if index is None else index,
         stop_token_ids=stop,
+        token_mask=None if mask is None else np.array([mask], np.uint32).view(np.int32),
     )
 
 
@@ -356,6 +358,8 @@ def reference_edits(logits: np.ndarray, one: SamplingRow) -> np.ndarray:
     for token in range(len(edited)):
         if p.allowed_token_ids and token not in p.allowed_token_ids:
             edited[token] = -np.inf
+        if one.token_mask is not None and not int(one.token_mask[0]) >> token & 1:
+            edited[token] = -np.inf
         if one.num_output_tokens < p.min_tokens and token in one.stop_token_ids:
             edited[token] = -np.inf
         prompt, output = list(one.prompt_token_ids), list(one.output_token_ids)
@@ -369,6 +373,8 @@ def reference_edits(logits: np.ndarray, one: SamplingRow) -> np.ndarray:
 EDITED_ROWS = [
     row(logit_bias={3: 5.0, 0: -100.0, 29: 0.5}),
     row(allowed_token_ids=[1, 5, 29]),
+    row(mask=1 << 29 | 1 << 3 | 1),
+    row(mask=2**32 - 2, repetition_penalty=1.3, prompt=[0, 1]),
     row(min_tokens=3, output=[4, 4], stop=(2, 7)),
     row(min_tokens=2, output=[4, 4], stop=(2, 7)),
     row(repetition_penalty=1.3, prompt=[0, 1, 1, 9], output=[5, 29]),
@@ -387,7 +393,7 @@ def test_edits_equal_the_reference():
     logits = normal(len(EDITED_ROWS) + 1, 30, seed=5)
     expected = np.stack([reference_edits(v, r) for v, r in zip(logits, [*EDITED_ROWS, row()], strict=True)])
     inputs, features = build_sampling_inputs(EDITED_ROWS, len(logits))
-    assert features.logit_bias and features.allowed_ids and features.banned_ids
+    assert features.logit_bias and features.allowed_ids and features.banned_ids and features.token_mask
     together = jax.jit(edit_logits, static_argnames="features")(
         jnp.asarray(logits), inputs, features=features
     )
@@ -542,7 +548,7 @@ def test_build_pads_rows_and_widths():
     assert inputs.history[0].tolist() == [*range(9), 3, *[-1] * 6]
     assert np.all(inputs.history[1:] == -1)
     assert inputs.bias_ids.shape == inputs.bias_values.shape == (4, 32)
-    assert inputs.allowed_ids.shape == inputs.banned_ids.shape == (4, 0)
+    assert inputs.allowed_ids.shape == inputs.banned_ids.shape == inputs.token_mask.shape == (4, 0)
     assert inputs.temperature.tolist() == [1.0, 0.0, 0.0, 0.0]
     assert inputs.token_index.tolist() == [1, 0, 0, 0]
 
