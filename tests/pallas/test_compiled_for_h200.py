@@ -1,0 +1,270 @@
+"""Every kernel at the sizes of a real model, compiled for an H200 on a machine without a GPU.
+
+`data/h200_target_config.txtpb` describes the card, as XLA read it off one. Needs the dependency group `h200` (the CUDA
+plugin of JAX without CUDA's own libraries). What must hold: no registers are spilled, a pool of 25 GB stays where it is,
+temporaries are bounded.
+"""
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rimuru_jax.pallas.causal_conv1d import mosaic_gpu as conv
+from rimuru_jax.pallas.gated_delta_rule import mosaic_gpu as delta
+from rimuru_jax.pallas.memory_view import MemoryView
+from rimuru_jax.pallas.moe_routing import group_tokens
+from rimuru_jax.pallas.page_update import mosaic_gpu as pages
+from rimuru_jax.pallas.paged_attention import mosaic_gpu as attention
+from rimuru_jax.pallas.paged_moe import mosaic_gpu as moe
+from rimuru_jax.pallas.selective_scan import mosaic_gpu as scan
+from tests.pallas.paged import view
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the dependency group h200"
+)
+
+HUGE_PAGES = 8000
+EXPERT = view("expert", (768, 2048), "bfloat16")  # Qwen3-30B-A3B
+KV = view("kv", (2, 4, 16, 128), "bfloat16")
+DELTA = view("ssm", (32, 128, 128), "float32")  # Qwen3-Next
+SCAN = view("ssm", (64, 64, 128), "float32")  # Nemotron-3-Nano
+CONV = view("conv", (1, 8192), "bfloat16")
+
+type Shapes = Mapping[str, tuple[tuple[int, ...], Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    operator: Callable[..., Any]
+    """Of a pool and more named arguments; gives a pool back unless it only reads it."""
+    arguments: Shapes
+    words: int = EXPERT.stride
+    """Of a huge page."""
+    reads_only: bool = False
+    kernels: int = 1
+    """Mosaic kernels that are compiled, at least."""
+    temporaries: int = 1
+    """Megabytes, at most."""
+
+
+def rows_of(rows: int) -> Shapes:
+    """Metadata of the operators with a state per row."""
+    return {
+        "pages": ((rows,), jnp.int32),
+        "query_start": ((rows + 1,), jnp.int32),
+        "has_state": ((rows,), jnp.bool_),
+    }
+
+
+def copies(n: int) -> Shapes:
+    return {"sources": ((n,), jnp.int32), "targets": ((n,), jnp.int32), "count": ((), jnp.int32)}
+
+
+HOST_PAGES: Shapes = {"host_pages": ((48 * 128 * 3, EXPERT.words), jnp.uint16)}
+
+
+def write_kv(tokens: int) -> Case:
+    return Case(
+        operator=functools.partial(pages.write_kv, view=KV),
+        arguments={
+            "keys": ((tokens, 4, 128), jnp.bfloat16),
+            "values": ((tokens, 4, 128), jnp.bfloat16),
+            "pages": ((tokens,), jnp.int32),
+            "offsets": ((tokens,), jnp.int32),
+        },
+        kernels=int(tokens >= pages.SCATTER_TOKENS),
+    )
+
+
+def paged_attention(tokens: int, rows: int) -> Case:
+    return Case(
+        operator=functools.partial(
+            attention.paged_attention, view=KV, scale=128**-0.5, max_query_len=tokens // rows
+        ),
+        arguments={
+            "queries": ((tokens, 32, 128), jnp.bfloat16),
+            "page_table": ((rows, 1024), jnp.int32),
+            "query_start": ((rows + 1,), jnp.int32),
+            "context_len": ((rows,), jnp.int32),
+        },
+        reads_only=True,
+        kernels=2 if tokens > rows else 1,
+        temporaries=64,
+    )
+
+
+def moe_layer(x, mix, chosen, valid, pool, host_pages, table, *, view: MemoryView):
+    tile = moe.token_tile(chosen.size, table.shape[0])
+    routing = group_tokens(chosen, valid, table.shape[0], tile=tile)
+    f, d = view.page_shape
+    sizes = moe.choose_config(tile, f, d, 132)
+    return moe.paged_moe(x, mix, routing, pool, view, host_pages, table, jnp.int32(0), config=sizes)
+
+
+def moe_shapes(tokens: int) -> Shapes:
+    return {
+        "x": ((tokens, 2048), jnp.bfloat16),
+        "mix": ((tokens, 8), jnp.float32),
+        "chosen": ((tokens, 8), jnp.int32),
+        "valid": ((tokens,), jnp.bool_),
+        "table": ((128, 3), jnp.int32),
+        **HOST_PAGES,
+    }
+
+
+def paged_moe(tokens: int) -> Case:
+    return Case(
+        operator=functools.partial(moe_layer, view=EXPERT),
+        arguments=moe_shapes(tokens),
+        reads_only=True,
+        kernels=2,
+        temporaries=1 + tokens * 8 * (2 * 2048 + 768) * 2 * 4 // 10**6,
+    )
+
+
+def gated_delta_rule(tokens: int, rows: int) -> Case:
+    return Case(
+        operator=functools.partial(delta.gated_delta_rule, view=DELTA, max_query_len=tokens // rows),
+        arguments={
+            "q": ((tokens, 16, 128), jnp.bfloat16),
+            "k": ((tokens, 16, 128), jnp.bfloat16),
+            "v": ((tokens, 32, 128), jnp.bfloat16),
+            "log_decay": ((tokens, 32), jnp.float32),
+            "beta": ((tokens, 32), jnp.float32),
+            **rows_of(rows),
+        },
+        words=DELTA.stride,
+        kernels=2 if tokens > rows else 1,
+        temporaries=350 if tokens > rows else 8,
+    )
+
+
+def selective_scan(tokens: int, rows: int) -> Case:
+    return Case(
+        operator=functools.partial(scan.selective_scan, view=SCAN, max_query_len=tokens // rows),
+        arguments={
+            "x": ((tokens, 64, 64), jnp.bfloat16),
+            "dt": ((tokens, 64), jnp.float32),
+            "A": ((64,), jnp.float32),
+            "B": ((tokens, 8, 128), jnp.bfloat16),
+            "C": ((tokens, 8, 128), jnp.bfloat16),
+            "D": ((64,), jnp.bfloat16),
+            **rows_of(rows),
+        },
+        words=SCAN.stride,
+        kernels=2 if tokens > rows else 1,
+        temporaries=300 if tokens > rows else 8,
+    )
+
+
+def layers(x, mix, chosen, valid, pool, host_pages, tables, queries, keys, kv_pages, offsets, page_table, query_start, context_len, sources, targets, counts):  # fmt: skip
+    """A scan over layers, each with all that a layer of attention and experts does to the pool."""
+
+    def layer(carry, per_layer):
+        x, pool = carry
+        table, sources, targets, count = per_layer
+        pool = pages.write_kv(pool, KV, keys, keys, kv_pages, offsets)
+        mixed = attention.paged_attention(
+            queries, pool, KV, page_table, query_start, context_len, scale=0.1, max_query_len=2
+        )
+        x += mixed.reshape(x.shape[0], -1)[:, : x.shape[1]]
+        # The loads wait for what read the pool, here as in `models.moe`.
+        count += jnp.minimum(0, jnp.int32(jnp.abs(x[0, 0])))
+        pool = pages.load_pages(pool, host_pages, sources, targets, count)
+        x += moe_layer(x, mix, chosen, valid, pool, host_pages, table, view=EXPERT)
+        return (x, pool), ()
+
+    (x, pool), _ = lax.scan(layer, (x, pool), (tables, sources, targets, counts))
+    return x, pool
+
+
+def step(tokens: int, rows: int, depth: int) -> Case:
+    shapes = {**moe_shapes(tokens), **paged_attention(tokens, rows).arguments}
+    del shapes["table"]
+    return Case(
+        operator=layers,
+        arguments={
+            **shapes,
+            "tables": ((depth, 128, 3), jnp.int32),
+            "keys": ((tokens, 4, 128), jnp.bfloat16),
+            "kv_pages": ((tokens,), jnp.int32),
+            "offsets": ((tokens,), jnp.int32),
+            "sources": ((depth, 384), jnp.int32),
+            "targets": ((depth, 384), jnp.int32),
+            "counts": ((depth,), jnp.int32),
+        },
+        kernels=6,
+        temporaries=200 + paged_moe(tokens).temporaries,
+    )
+
+
+CASES = {
+    "write_kv, 64 tokens": write_kv(64),
+    "write_kv, 8192 tokens": write_kv(8192),
+    "load_pages": Case(
+        operator=pages.load_pages, arguments={**copies(384), **HOST_PAGES}
+    ),
+    "move_pages": Case(operator=functools.partial(pages.move_pages, view=EXPERT), arguments=copies(64)),
+    "paged_attention, 64 decodes": paged_attention(64, 64),
+    "paged_attention, 4 prefills": paged_attention(8192, 4),
+    "paged_moe, 64 tokens": paged_moe(64),
+    "paged_moe, 8192 tokens": paged_moe(8192),
+    "gated_delta_rule, 64 decodes": gated_delta_rule(64, 64),
+    "gated_delta_rule, 4 prefills": gated_delta_rule(8192, 4),
+    "selective_scan, 64 decodes": selective_scan(64, 64),
+    "selective_scan, 4 prefills": selective_scan(8192, 4),
+    "causal_conv1d": Case(
+        operator=functools.partial(conv.causal_conv1d, view=CONV, bias=None, activation="silu"),
+        arguments={"x": ((8192, 8192), jnp.bfloat16), "weight": ((8192, 4), jnp.bfloat16), **rows_of(64)},
+        words=3 * CONV.stride,
+        temporaries=300,
+    ),
+    "a scan over layers": step(2048, 4, depth=3),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def h200() -> NamedSharding:
+    """An H200 to compile for."""
+    description = Path(__file__).parents[1] / "data" / "h200_target_config.txtpb"
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=description.read_text(), topology="1x1x1"
+    )
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
+    return NamedSharding(mesh, PartitionSpec())
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_compiled(case, h200, monkeypatch, capfd):
+    monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
+    struct = functools.partial(jax.ShapeDtypeStruct, sharding=h200)
+    arguments = {name: struct(*shape) for name, shape in case.arguments.items()}
+    pool = struct((HUGE_PAGES, case.words), jnp.uint16)
+    jitted = jax.jit(case.operator, donate_argnames=() if case.reads_only else "pool")
+    compiled = jitted.trace(**arguments, pool=pool).lower().compile()
+
+    ptxas = "".join(capfd.readouterr()).splitlines()
+    assert sum("Compiling entry function" in line for line in ptxas) >= case.kernels
+    for line in ptxas:
+        if "spill" in line:
+            assert "0 bytes spill stores, 0 bytes spill loads" in line
+
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and memory is not None
+    assert not [line for line in text.splitlines() if " copy" in line and f"[{HUGE_PAGES}," in line]
+    assert memory.temp_size_in_bytes <= case.temporaries * 10**6
+    if not case.reads_only:
+        assert memory.alias_size_in_bytes >= pool.size * 2, (
+            "the pool that comes back is not the one that was given"
+        )
