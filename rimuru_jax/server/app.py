@@ -16,6 +16,7 @@ from rimuru_jax.server.async_engine import AsyncEngine, EngineFailedError
 from rimuru_jax.server.config import ServerConfig
 from rimuru_jax.server.delivery import Delivery
 from rimuru_jax.server.generation import Generation
+from rimuru_jax.server.grammar_check import GrammarCheck
 from rimuru_jax.server.guard import Guard
 from rimuru_jax.server.metrics import ServerMetrics
 from rimuru_jax.server.pool_state import pool_state
@@ -47,7 +48,9 @@ class _Routes:
         self.started = int(time.time())
         self.text = ServedText(engine.engine.tokenizer)
         defaults = recommended_sampling(engine.engine.tokenizer_folder)
-        self.generation = Generation(Delivery(engine, config), self.text, config, defaults)
+        self.generation = Generation(
+            Delivery(engine, config), self.text, GrammarCheck(engine.engine.grammars), config, defaults
+        )
 
     def register(self, app: FastAPI) -> None:
         app.add_middleware(Guard, config=self.config)

@@ -52,8 +52,13 @@ class Delivery:
             async for output in self._generate(job, index):
                 last = output
             assert last is not None
-            if any(part.finish_reason == "error" for part in last.outputs):
-                raise RefusedError(500, "the model gave no finite numbers for this request", "server_error")
+            for part in last.outputs:
+                if part.finish_reason == "error" and part.stop_reason is not None:
+                    raise RefusedError(400, str(part.stop_reason))
+                if part.finish_reason == "error":
+                    raise RefusedError(
+                        500, "the model gave no finite numbers for this request", "server_error"
+                    )
             return last
 
         tasks = [asyncio.ensure_future(one(index)) for index in range(len(job.prompts))]

@@ -11,6 +11,7 @@ from rimuru_jax.sampling_params import SamplingParams
 from rimuru_jax.server import responses
 from rimuru_jax.server.config import ServerConfig
 from rimuru_jax.server.delivery import Delivery, Job
+from rimuru_jax.server.grammar_check import GrammarCheck
 from rimuru_jax.server.protocol import ChatCompletionRequest, CompletionRequest
 from rimuru_jax.server.refusals import RefusedError, check_model
 from rimuru_jax.server.text import ServedText
@@ -24,10 +25,16 @@ class Generation:
     """
 
     def __init__(
-        self, delivery: Delivery, text: ServedText, config: ServerConfig, defaults: dict[str, Any]
+        self,
+        delivery: Delivery,
+        text: ServedText,
+        check_grammar: GrammarCheck,
+        config: ServerConfig,
+        defaults: dict[str, Any],
     ) -> None:
         self._delivery = delivery
         self._text = text
+        self._check_grammar = check_grammar
         self._config = config
         self._defaults = defaults
 
@@ -46,6 +53,7 @@ class Generation:
         if body.echo and (body.stream or body.logprobs is not None):
             other = "stream" if body.stream else "logprobs"
             raise RefusedError(400, f"echo is not supported together with {other}", param="echo")
+        await self._check_grammar(params.structured_outputs)
         ids = [await self._text.encode(prompt) for prompt in prompts]
         name = _name(body.request_id, "cmpl")
         job = Job(name=name, prompts=ids, params=params, priority=body.priority)
@@ -100,6 +108,7 @@ class Generation:
             raise RefusedError(400, str(error), param="top_logprobs") from error
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         params = self._params(body, max_tokens=limit, logprobs=top)
+        await self._check_grammar(params.structured_outputs)
         ids = [await self._text.render(body)]
         name = _name(body.request_id, "chatcmpl")
         job = Job(name=name, prompts=ids, params=params, priority=body.priority)

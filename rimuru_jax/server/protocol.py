@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rimuru_jax.sampling_params import SamplingParams
+from rimuru_jax.sampling_params import SamplingParams, StructuredOutputsParams
 
 MAX_TOP_LOGPROBS = 20
 
@@ -53,6 +53,9 @@ class _Sampling(BaseModel):
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,200}$")
     """Name of the request, for `/abort_requests`; a random one otherwise."""
     response_format: dict[str, Any] | None = None
+    """OpenAI's: "text", "json_object" or "json_schema"."""
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's: fields of `StructuredOutputsParams`."""
 
     def sampling_params(
         self, defaults: dict[str, Any], *, max_tokens: int | None, logprobs: int | None
@@ -72,13 +75,37 @@ class _Sampling(BaseModel):
             if wrong := [key for key in self.logit_bias if not (key.isascii() and key.isdigit())]:
                 raise ValueError(f"logit_bias has the key {wrong[0]!r}, but its keys are token ids")
             values["logit_bias"] = {int(key): value for key, value in self.logit_bias.items()}
-        return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs)
+        return SamplingParams(
+            **values, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=self._structure()
+        )
+
+    def _structure(self) -> StructuredOutputsParams | None:
+        given = self.structured_outputs
+        kind = (self.response_format or {}).get("type", "text")
+        if given is not None and kind != "text":
+            raise ValueError("response_format and structured_outputs both say how the output looks; give one")
+        if given is not None:
+            known = StructuredOutputsParams.__dataclass_fields__
+            if unknown := sorted(set(given) - set(known)):
+                raise ValueError(f"structured_outputs has {unknown[0]!r}; there are {', '.join(known)}")
+            return StructuredOutputsParams(**given)
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        if kind != "json_schema":
+            raise ValueError(
+                f"response_format.type is {kind!r}, it must be 'text', 'json_object' or 'json_schema'"
+            )
+        schema = (self.response_format or {}).get("json_schema")
+        schema = schema.get("schema") if isinstance(schema, dict) else None
+        if not isinstance(schema, dict):
+            raise ValueError(
+                f"response_format.json_schema.schema is {schema!r:.100}, it must be a JSON schema"
+            )
+        return StructuredOutputsParams(json=schema)
 
     def _refuse_unsupported(self) -> None:
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise ValueError(
-                f"response_format {self.response_format.get('type')!r} is not supported yet, only 'text'"
-            )
         extra = self.model_extra or {}
         for name, harmless in (
             ("best_of", (None, 1, self.n)),
@@ -97,9 +124,9 @@ class _Sampling(BaseModel):
             raise ValueError(
                 "chat_template is not taken from requests: templates are programs; it is the model's own"
             )
-        for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"):
-            if extra.get(name) is not None:
-                raise ValueError(f"{name} is not supported yet")
+        for name in ("json", "regex", "choice", "grammar"):
+            if extra.get(f"guided_{name}") is not None:
+                raise ValueError(f"guided_{name} is called structured_outputs.{name} now, as in vLLM")
 
 
 class CompletionRequest(_Sampling):

@@ -1,15 +1,28 @@
 """The official client against the embedded default model."""
 
+import asyncio
 import json
+import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 
-from rimuru_jax import Engine
+from rimuru_jax import Engine, StructuredOutputsParams
+from rimuru_jax.server.grammar_check import GrammarCheck
+from rimuru_jax.server.refusals import RefusedError
 from tests.server.running import running
+
+
+class Capital(pydantic.BaseModel):
+    city: str = pydantic.Field(max_length=20)
+    country: Literal["France", "Italy"]
+
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -138,6 +151,56 @@ def test_concurrent_streams_give_the_same_text_as_one_at_a_time(client):
     assert together == alone and len(set(alone)) > 3
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}, "country": {"enum": ["France", "Italy"]}},
+    "required": ["city", "country"],
+    "additionalProperties": False,
+}
+
+
+def test_json_schema(client):
+    options = {
+        "model": "smol", "messages": QUESTION, "temperature": 0, "max_tokens": 60,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "capital", "schema": SCHEMA}},
+    }  # fmt: skip
+    answer = client.chat.completions.create(**options).choices[0]
+    value = json.loads(answer.message.content)
+    assert (
+        value["country"] == "France" and set(value) == {"city", "country"} and answer.finish_reason == "stop"
+    )
+    chunks = client.chat.completions.create(**options, stream=True)
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == answer.message.content
+    answer = client.chat.completions.create(**options | {"response_format": {"type": "json_object"}}).choices[
+        0
+    ]
+    assert answer.message.content.startswith("{")
+    parsed = client.chat.completions.parse(**options | {"response_format": Capital}).choices[0].message.parsed
+    assert parsed.country in ("France", "Italy")
+
+
+def test_structured_outputs_of_vllm(client):
+    def complete(**what: object) -> str:
+        answer = client.completions.create(
+            model="smol", prompt="The capital of France is", max_tokens=20, temperature=0,
+            extra_body={"structured_outputs": what},
+        )  # fmt: skip
+        return answer.choices[0].text
+
+    assert complete(choice=["Rome", "Paris", "Berlin"]) == "Paris"
+    assert re.fullmatch(r"[A-Z]{4}\d", complete(regex=r"[A-Z]{4}\d"))
+    assert re.fullmatch(r"\([a-z]{3}\)", complete(grammar='start: "(" /[a-z]{3}/ ")"'))
+
+
+def test_a_schema_that_takes_for_ever_is_stopped(served):
+    endless = {"allOf": [{"type": "string", "pattern": f"a{{{i},}}b"} for i in range(40)]}
+    check = GrammarCheck(served[0].grammars, seconds=0.5)
+    begin = time.monotonic()
+    with pytest.raises(RefusedError, match="was not compiled within"):
+        asyncio.run(check(StructuredOutputsParams(json=endless)))
+    assert time.monotonic() - begin < 10
+
+
 def test_tokenize_and_back(served):
     url = served[1]
     answer = httpx.post(f"{url}/tokenize", json={"messages": QUESTION}).json()
@@ -191,7 +254,13 @@ def test_metrics_and_pool(client, served):
         ("/v1/chat/completions", {"messages": QUESTION, "chat_template_kwargs": {"chat_template": "x"}}, 400, "no variable of templates"),
         ("/v1/chat/completions", {"messages": QUESTION, "tool_choice": "required"}, 400, "tool_choice is 'required'"),
         ("/v1/completions", {"prompt": "x", "echo": True, "logprobs": 1}, 400, "echo is not supported together with logprobs"),
-        ("/v1/chat/completions", {"messages": QUESTION, "response_format": {"type": "json_object"}}, 400, "not supported yet"),
+        ("/v1/chat/completions", {"messages": QUESTION, "response_format": {"type": "xml"}}, 400, "response_format.type is 'xml'"),
+        ("/v1/chat/completions", {"messages": QUESTION, "response_format": {"type": "json_schema"}}, 400, "json_schema.schema is None"),
+        ("/v1/chat/completions", {"messages": QUESTION, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, 400, "Invalid type: no"),
+        ("/v1/completions", {"prompt": "x", "guided_regex": "a"}, 400, "guided_regex is called structured_outputs.regex now"),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"regx": "a"}}, 400, "structured_outputs has 'regx'"),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "("}, "stream": True}, 400, "unclosed group"),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, 400, "give one"),
         ("/tokenize", {}, 400, "give either prompt or messages"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens has -1"),
     ],
