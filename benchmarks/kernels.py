@@ -1,14 +1,13 @@
 """Device time of the GPU kernels, each beside a baseline in turn.
 
-`paged_moe`: from hidden states and routing to the combined output, over shuffled pages (A), by the same kernel built
-without a table on contiguous weights (B), and by torch: gather, `_grouped_mm`, SiLU, `_grouped_mm`, weighted sum on
-contiguous weights (T). Every launch adds its input (the residual) and feeds the next one, over several layers' weights,
+`paged_moe`: from hidden states and router logits to the combined output, over shuffled pages (A), by the same kernel
+built without a table on contiguous weights (B), and by torch: top-k, sort, gather, `_grouped_mm`, SiLU, `_grouped_mm`,
+weighted sum on contiguous weights (T). Every launch adds its input (the residual) and feeds the next one, over several layers' weights,
 so that no weights are left in the cache from the launch before. A round runs A, B and T once each; the table has
 medians over the rounds, and of the ratios within a round. Run on an idle card: `python benchmarks/kernels.py`.
 """
 
 import argparse
-import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -21,9 +20,12 @@ import numpy as np
 from jax import lax
 
 from rimuru_jax.host.expert_cache import HOST
+from rimuru_jax.host_memory import device_view, empty_pages
 from rimuru_jax.pallas.memory_view import MemoryView
-from rimuru_jax.pallas.moe_routing import Routing, group_tokens
+from rimuru_jax.pallas.moe_routing import group_tokens, route
+from rimuru_jax.pallas.page_loads import PageLoads
 from rimuru_jax.pallas.paged_moe import mosaic_gpu
+from rimuru_jax.pallas.paged_moe.activations import activation_named
 
 LAYERS = 4
 PROGRAMS = 4
@@ -49,12 +51,14 @@ SHAPES = {
 
 
 class Weights:
-    """LAYERS layers of random experts, shuffled over a pool and in order."""
+    """LAYERS layers of random experts, shuffled over a pool and in order; the pool has room for two layers more."""
 
     def __init__(self, shape: Shape):
-        pages = LAYERS * shape.experts * 3
-        order = np.random.default_rng(0).permutation(pages)
-        self.tables = jnp.asarray(order.reshape(LAYERS, shape.experts, 3), jnp.int32)
+        self.shape, pages = shape, LAYERS * shape.experts * 3
+        order = np.random.default_rng(0).permutation(pages + 2 * shape.experts * 3)
+        self.tables = jnp.asarray(order[:pages].reshape(LAYERS, shape.experts, 3), jnp.int32)
+        self.buffers = order[pages:].reshape(2, shape.experts, 3).astype(np.int32)
+        """Pages of two sets of loading buffers."""
         words = shape.f * shape.d
         self.view = MemoryView(
             kind="expert", page_shape=(shape.f, shape.d), dtype=jnp.dtype(jnp.bfloat16), stride=words
@@ -66,19 +70,18 @@ class Weights:
             return lax.bitcast_convert_type(weights, jnp.uint16)
 
         self.contiguous = build(jax.random.key(0))
-        self.pool = jax.jit(lambda x: x[np.argsort(order)])(self.contiguous)
+        spread = np.concatenate([np.arange(pages), np.arange(len(order) - pages)])
+        self.pool = jax.jit(lambda x: x[spread[np.argsort(order)]])(self.contiguous)
 
 
 @dataclass
 class Case:
-    """A step's worth of tokens with one routing per layer."""
+    """A step's worth of tokens with the router logits of each layer."""
 
     shape: Shape
     tokens: int
     x: jax.Array
-    mix: jax.Array
-    chosen: list[np.ndarray]
-    routings: list[Routing]
+    logits: np.ndarray  # [LAYERS, tokens, experts]
     launches: int
     """Launches of one program: many if they are short, so that starting a program costs little."""
 
@@ -86,71 +89,111 @@ class Case:
     def random(cls, shape: Shape, tokens: int, skew: float) -> "Case":
         rng = np.random.default_rng(tokens)
         popularity = -skew * np.log(np.arange(1, shape.experts + 1))
-        chosen = []
-        for _ in range(LAYERS):
-            scores = rng.permutation(popularity) + rng.gumbel(size=(tokens, shape.experts))
-            chosen.append(np.argsort(-scores, axis=1)[:, : shape.top_k].astype(np.int32))
-        tile = mosaic_gpu.token_tile(tokens * shape.top_k, shape.experts)
-        group = jax.jit(functools.partial(group_tokens, num_experts=shape.experts, tile=tile))
-        keys = jax.random.split(jax.random.key(1))
-        return cls(
-            shape,
-            tokens,
-            jax.random.normal(keys[0], (tokens, shape.d), jnp.bfloat16),
-            jax.nn.softmax(jax.random.normal(keys[1], (tokens, shape.top_k))),
-            chosen,
-            [group(jnp.asarray(c), jnp.ones(tokens, bool)) for c in chosen],
-            launches=32 if tokens <= 64 else 8,
-        )
+        logits = [
+            rng.permutation(popularity) + rng.gumbel(size=(tokens, shape.experts)) for _ in range(LAYERS)
+        ]
+        x = jax.random.normal(jax.random.key(1), (tokens, shape.d), jnp.bfloat16)
+        return cls(shape, tokens, x, np.asarray(logits, np.float32), launches=32 if tokens <= 64 else 8)
+
+    def chosen(self, layer: int) -> np.ndarray:
+        return np.argsort(-self.logits[layer], axis=1)[:, : self.shape.top_k]
 
     def touched(self) -> float:
         """Mean number of experts that at least one token chose."""
-        return statistics.mean(len(np.unique(c)) for c in self.chosen)
+        return statistics.mean(len(np.unique(self.chosen(layer))) for layer in range(LAYERS))
 
-    def compile(self, weights: Weights, tables: jax.Array, host: jax.Array, contiguous: bool, launches: int):
-        """A program of `launches` launches, ready to run."""
+    def compile(
+        self,
+        weights: Weights,
+        tables: jax.Array,
+        host: jax.Array,
+        *,
+        routed: bool = False,
+        contiguous: bool = False,
+        loads: PageLoads | None = None,
+        valid: bool = True,
+        launches: int | None = None,
+    ) -> Callable[[], object]:
+        """PROGRAMS programs of `launches` launches each, ready to run.
+
+        `routed`: tokens are grouped before, so that routing is not in the time. With `loads` the pool of `weights` is
+        donated and replaced. `valid`: whether there are any tokens but padding.
+        """
+        shape, launches = self.shape, launches or self.launches
+        tile = mosaic_gpu.token_tile(self.tokens * shape.top_k, shape.experts)
+        silu = activation_named("silu")
+
+        def routing(logits):
+            chosen, mix = route(logits, shape.top_k, normalize=True)
+            return mix, group_tokens(chosen, jnp.full(self.tokens, valid), shape.experts, tile=tile)
 
         @jax.jit
-        def launch(x, mix, routing, pool, host, table, first):
-            out = mosaic_gpu.paged_moe(
-                x, mix, routing, pool, weights.view, host, table, first, contiguous=contiguous
+        def launch(x, given, pool, host, tables, loads, layer):
+            mix, groups = given if routed else routing(given)
+            out, pool = mosaic_gpu.paged_moe(
+                x,
+                mix,
+                groups,
+                pool,
+                weights.view,
+                host,
+                tables,
+                layer,
+                loads,
+                activation=silu,
+                contiguous=contiguous,
             )
-            return x + out
+            return x + out, pool
 
-        def program(x, mix, routings, pool, host, tables):
+        def program(x, given, pool, host, tables, loads):
             for i in range(launches):
-                layer = i % LAYERS
-                first = jnp.int32(layer * self.shape.experts * 3)
-                x = launch(x, mix, routings[layer], pool, host, tables[layer], first)
-            return x
+                x, pool = launch(x, given[i % LAYERS], pool, host, tables, loads, jnp.int32(i % LAYERS))
+            return x, pool if loads is not None else None
 
-        args = (self.x, self.mix, self.routings, weights.pool, host, tables)
-        compiled = jax.jit(program).lower(*args).compile()
+        given = list(jnp.asarray(self.logits))
+        if routed:
+            given = [jax.jit(routing)(logits) for logits in given]
+        args = [self.x, given, weights.pool, host, tables, loads]
+        donated = (2,) if loads is not None else ()
+        compiled = jax.jit(program, donate_argnums=donated).lower(*args).compile()
 
-        return lambda: jax.block_until_ready([compiled(*args) for _ in range(PROGRAMS)])
+        def run():
+            results = []
+            for _ in range(PROGRAMS):
+                args[2] = weights.pool
+                x, pool = compiled(*args)
+                results.append(x)
+                if loads is not None:
+                    weights.pool = pool
+            jax.block_until_ready(results)
+
+        return run
 
 
-def torch_program(case: Case, weights) -> Callable[[], None]:
+def torch_program(case: Case, weights, routed: bool) -> Callable[[], None]:
     """The same work by torch on contiguous weights `(w13 [L, E, 2f, d], w2 [L, E, d, f])`, as one CUDA graph."""
     import torch  # pyright: ignore[reportMissingImports]  # no dependency: on the measuring machine only
     from torch.nn.functional import silu  # pyright: ignore[reportMissingImports]
 
     shape, w13, w2 = case.shape, *weights
     x0 = torch.randn(case.tokens, shape.d, device="cuda", dtype=torch.bfloat16)
-    mix = torch.from_numpy(np.array(case.mix)).cuda().to(x0.dtype)  # torch's sum in bfloat16 is its fastest
-    layers = []
-    for chosen in case.chosen:
-        flat = chosen.reshape(-1)
-        order = np.argsort(flat, kind="stable")
-        rank = np.empty_like(order)
-        rank[order] = np.arange(flat.size)
-        ends = np.cumsum(np.bincount(flat, minlength=shape.experts)).astype(np.int32)
-        layers.append(
-            [torch.from_numpy(a).cuda() for a in (order // shape.top_k, rank.reshape(chosen.shape), ends)]
-        )
+    experts = torch.arange(shape.experts, device="cuda")
+
+    def routing(logits):
+        best, chosen = torch.topk(logits, shape.top_k, sorted=False)
+        mix = torch.softmax(best, 1).to(x0.dtype)  # torch's sum in bfloat16 is its fastest
+        by_expert, order = torch.sort(chosen.reshape(-1), stable=True)
+        ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
+        rows = torch.empty_like(order)
+        rows[order] = torch.arange(len(order), device="cuda")
+        return mix, order // shape.top_k, rows.reshape(chosen.shape), ends
+
+    given = list(torch.from_numpy(case.logits).cuda())
+    if routed:
+        given = [routing(logits) for logits in given]
 
     def launch(x, layer):
-        source, rows, ends = layers[layer]
+        mix, source, rows, ends = given[layer] if routed else routing(given[layer])
         gate_up = torch._grouped_mm(x[source], w13[layer].transpose(1, 2), offs=ends)
         h = silu(gate_up[:, : shape.f]) * gate_up[:, shape.f :]
         y = torch._grouped_mm(h, w2[layer].transpose(1, 2), offs=ends)
@@ -194,24 +237,21 @@ def measure(runs: list[Callable[[], object]], launches: int, wanted: int) -> lis
 
 def host_view(pages: jax.Array) -> jax.Array:
     """A copy of `pages` in page-locked host memory, as a device array that is read over PCIe."""
-    import cupy  # pyright: ignore[reportMissingImports]
-    import torch  # pyright: ignore[reportMissingImports]  # no dependency: on the measuring machine only
-
-    owner = torch.empty(pages.shape, dtype=torch.uint16, pin_memory=True)
-    owner.numpy()[...] = np.asarray(pages)
-    memory = cupy.cuda.UnownedMemory(owner.data_ptr(), pages.nbytes, owner, device_id=0)
-    view = cupy.ndarray(pages.shape, cupy.uint16, cupy.cuda.MemoryPointer(memory, 0))
-    return jax.dlpack.from_dlpack(view)
+    copy = empty_pages(*pages.shape)
+    copy[...] = np.asarray(pages)
+    return device_view(copy)
 
 
-def bench_resident(shape: Shape, token_counts: list[int], skew: float, launches: int, with_torch: bool):
+def bench_resident(
+    shape: Shape, token_counts: list[int], skew: float, launches: int, with_torch: bool, routed: bool
+):
     weights = Weights(shape)
     cases = [Case.random(shape, tokens, skew) for tokens in token_counts]
     with ThreadPoolExecutor() as threads:  # compilation runs outside the interpreter lock
         compiled = list(
             threads.map(
                 lambda job: job[0].compile(
-                    weights, weights.tables, weights.contiguous, job[1], job[0].launches
+                    weights, weights.tables, weights.contiguous, routed=routed, contiguous=job[1]
                 ),
                 [(case, contiguous) for case in cases for contiguous in (False, True)],
             )
@@ -227,23 +267,25 @@ def bench_resident(shape: Shape, token_counts: list[int], skew: float, launches:
         ]
     print("| tokens | pages us | no table us | overhead % | torch us | torch / pages | TB/s | TFLOP/s |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    overheads = []
     for i, case in enumerate(cases):
         runs = compiled[2 * i : 2 * i + 2]
         if torch_weights is not None:
-            runs = [*runs, torch_program(case, torch_weights)]
+            runs = [*runs, torch_program(case, torch_weights, routed)]
         rounds = measure(runs, case.launches, launches)
         times = [statistics.median(column) for column in zip(*rounds, strict=True)]
-        overhead = statistics.median(a / b - 1 for a, b, *_ in rounds) * 100
+        overheads.append(statistics.median(a / b - 1 for a, b, *_ in rounds) * 100)
         expert = 3 * shape.d * shape.f
         torch_columns = "- | -"
         if torch_weights is not None:
             torch_columns = f"{times[2]:.1f} | {statistics.median(r[2] / r[0] for r in rounds):.2f}"
         print(
-            f"| {case.tokens} | {times[0]:.1f} | {times[1]:.1f} | {overhead:.2f} | {torch_columns} | "
+            f"| {case.tokens} | {times[0]:.1f} | {times[1]:.1f} | {overheads[-1]:.2f} | {torch_columns} | "
             f"{case.touched() * expert * 2 / times[0] / 1e6:.2f} | "
             f"{case.tokens * shape.top_k * expert * 2 / times[0] / 1e6:.0f} |",
             flush=True,
         )
+    print(f"\nmean overhead {statistics.mean(overheads):.2f} %")
 
 
 def bench_host(shape: Shape, token_counts: list[int], launches: int):
@@ -254,13 +296,73 @@ def bench_host(shape: Shape, token_counts: list[int], launches: int):
     print("| tokens | all experts on the host us | GB/s |\n| --- | --- | --- |")
     for tokens in token_counts:
         case = Case.random(shape, tokens, 0.0)
-        run = case.compile(weights, tables, host, False, LAYERS)
+        run = case.compile(weights, tables, host, routed=True, launches=LAYERS)
         rounds = measure([run], LAYERS, launches)
         time_us = statistics.median(r[0] for r in rounds)
         print(
             f"| {tokens} | {time_us:.0f} | {case.touched() * 6 * shape.d * shape.f / time_us / 1e3:.1f} |",
             flush=True,
         )
+
+
+def bench_loads(shape: Shape, token_counts: list[int], launches: int):
+    """Pages copied from host memory by blocks of the kernel, beside its computing and alone."""
+    weights = Weights(shape)
+    host = host_view(weights.contiguous)
+    page_us = 2 * shape.d * shape.f / 50e9 * 1e6
+    rng = np.random.default_rng(5)
+    print("| tokens | blocks | pages | compute us | load us | both us | both / longer |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for tokens in token_counts:
+        case = Case.random(shape, tokens, 0.0)
+
+        def prepared(pages: int, valid: bool, blocks: int, case: Case = case) -> Callable[[], object]:
+            sources = rng.integers(0, len(weights.contiguous), (LAYERS + 1, shape.experts * 3))
+            # Layer l fills the set that layer l + 1 would compute from.
+            targets = weights.buffers.reshape(2, -1)[np.arange(LAYERS + 1) % 2]
+            loads = PageLoads(
+                sources=jnp.asarray(sources, jnp.int32),
+                targets=jnp.asarray(targets),
+                counts=jnp.full(LAYERS + 1, pages, jnp.int32),
+                blocks=jnp.int32(blocks),
+            )
+            return case.compile(weights, weights.tables, host, routed=True, loads=loads, valid=valid)
+
+        compute = prepared(0, True, 8)
+        compute_us = statistics.median(r[0] for r in measure([compute], case.launches, launches))
+        for share in (0.2, 0.5, 1, 2, 5):
+            pages = max(1, round(share * compute_us / page_us))
+            for blocks in (4, 8, 16):
+                runs = [compute, prepared(pages, False, blocks), prepared(pages, True, blocks)]
+                rounds = measure(runs, case.launches, launches)
+                alone, load, both = (statistics.median(column) for column in zip(*rounds, strict=True))
+                ratio = statistics.median(c / max(a, b) for a, b, c in rounds)
+                print(
+                    f"| {tokens} | {blocks} | {pages} | {alone:.0f} | {load:.0f} | {both:.0f} | {ratio:.3f} |",
+                    flush=True,
+                )
+
+
+def bench_residency(shape: Shape, token_counts: list[int], launches: int):
+    """A share of each layer's experts on pages of their own, the rest on the pages of its set of loading buffers."""
+    weights = Weights(shape)
+    rng = np.random.default_rng(6)
+    shares = (1.0, 0.9, 0.75, 0.5)
+    print("| tokens | " + " | ".join(f"{share:.0%} resident us" for share in shares) + " | spread % |")
+    print("| --- " * (len(shares) + 2) + "|")
+    for tokens in token_counts:
+        case = Case.random(shape, tokens, 0.0)
+        runs = []
+        for share in shares:
+            table = np.array(weights.tables)
+            for layer in range(LAYERS):
+                away = rng.permutation(shape.experts)[round(share * shape.experts) :]
+                table[layer, away] = weights.buffers[layer % 2, : len(away)]
+            runs.append(case.compile(weights, jnp.asarray(table), weights.contiguous, routed=True))
+        rounds = measure(runs, case.launches, launches)
+        times = [statistics.median(column) for column in zip(*rounds, strict=True)]
+        spread = (max(times) / min(times) - 1) * 100
+        print(f"| {tokens} | " + " | ".join(f"{t:.1f}" for t in times) + f" | {spread:.2f} |", flush=True)
 
 
 def main():
@@ -270,15 +372,24 @@ def main():
     parser.add_argument("--skew", type=float, default=0.0, help="experts are chosen like 1 / rank^skew")
     parser.add_argument("--launches", type=int, default=200)
     parser.add_argument("--no-torch", action="store_true")
-    parser.add_argument("--host", action="store_true", help="experts in host memory, up to 64 tokens")
+    parser.add_argument("--routed", action="store_true", help="start from grouped tokens, not from logits")
+    parser.add_argument(
+        "--what",
+        choices=["resident", "host", "loads", "residency"],
+        default="resident",
+        help="host: experts read in place; loads: copies beside computing; residency: pages of loading buffers",
+    )
     args = parser.parse_args()
     shape = SHAPES[args.shape]
     device = jax.devices()[0]
-    print(f"paged_moe, {args.shape}, skew {args.skew}: {device.device_kind}, jax {jax.__version__}\n")
-    if args.host:
-        bench_host(shape, [t for t in args.tokens if t <= 64], args.launches)
+    print(
+        f"paged_moe, {args.what}, {args.shape}, skew {args.skew}: {device.device_kind}, jax {jax.__version__}\n"
+    )
+    if args.what == "resident":
+        bench_resident(shape, args.tokens, args.skew, args.launches, not args.no_torch, args.routed)
     else:
-        bench_resident(shape, args.tokens, args.skew, args.launches, not args.no_torch)
+        bench = {"host": bench_host, "loads": bench_loads, "residency": bench_residency}[args.what]
+        bench(shape, args.tokens, args.launches)
 
 
 if __name__ == "__main__":

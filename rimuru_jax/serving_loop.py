@@ -28,10 +28,14 @@ from rimuru_jax.models import stack
 from rimuru_jax.models.context import Batch, ExpertTables, ModelSpec, PageTables
 from rimuru_jax.models.stack import StackParams
 from rimuru_jax.pallas.memory_view import WORD_BYTES
+from rimuru_jax.pallas.page_loads import PageLoads
 from rimuru_jax.pallas.page_update import load_pages, move_pages
 from rimuru_jax.sampling import TokenLogprobs, compute_logprobs
 
 MIN_PREFILL_TOKENS = 16
+
+LOADING_BLOCKS = 8
+"""Thread blocks that copy pages while the others compute: enough to use all of PCIe."""
 
 
 class Chunk(NamedTuple):
@@ -223,9 +227,12 @@ class ServingLoop:
         # Not `jnp.array(pages)`: on a CPU that reads aligned memory in place, and copies it behind the running step.
         self.experts = ExpertTables(
             pages=jnp.asarray(pages.copy()),
-            load_sources=jnp.asarray(sources),
-            load_targets=jnp.asarray(targets),
-            load_counts=jnp.asarray(counts),
+            loads=PageLoads(
+                sources=jnp.asarray(sources),
+                targets=jnp.asarray(targets),
+                counts=jnp.asarray(counts),
+                blocks=jnp.int32(LOADING_BLOCKS),
+            ),
         )
 
     def copy_experts(self, copies: Sequence[ExpertCopy]) -> None:

@@ -20,6 +20,7 @@ from rimuru_jax.models.registry import parse_config, tensor_names
 from rimuru_jax.models.stack import stack_params
 from rimuru_jax.models.weights import resident_sources
 from rimuru_jax.pallas.memory_view import MemoryView
+from rimuru_jax.pallas.page_loads import PageLoads
 from rimuru_jax.serving_loop import Bucket, _load_pages, _move_pages, buckets, step
 from tests.models.tiny_checkpoints import CONFIGS
 
@@ -96,13 +97,11 @@ class Shapes:
         pool = shape((layout.num_huge_pages(POOL_BYTES), layout.huge_page_bytes // 2), jnp.uint16)
         layers, moe = len(config.moe_layers), config.moe
         loads = moe.num_experts * moe.matrices
-        sizes = (
-            (layers, moe.num_experts, moe.matrices),
-            (layers + 1, loads),
-            (layers + 1, loads),
-            (layers + 1,),
+        sizes = ((layers + 1, loads), (layers + 1, loads), (layers + 1,), ())
+        experts = ExpertTables(
+            pages=shape((layers, moe.num_experts, moe.matrices), jnp.int32),  # type: ignore[arg-type]
+            loads=PageLoads(*(shape(size, jnp.int32) for size in sizes)),  # type: ignore[arg-type]
         )
-        experts = ExpertTables(*(shape(size, jnp.int32) for size in sizes))  # type: ignore[arg-type]
         tables = {}
         for placed in layout.sequence_kinds:
             width = self.max_model_len // placed.kind.page_tokens if placed.kind.page_tokens else 1

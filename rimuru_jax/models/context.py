@@ -11,6 +11,7 @@ from rimuru_jax.array_types import ExpertTable, HostPages, PageTable, TokenIds
 from rimuru_jax.host.page_layout import EXPERT, PageLayout
 from rimuru_jax.models.config import ModelConfig
 from rimuru_jax.pallas.memory_view import WORD_BYTES, MemoryView
+from rimuru_jax.pallas.page_loads import PageLoads
 
 type LayerParams = Mapping[str, Array]
 type PageTables = Mapping[str, PageTable]
@@ -88,10 +89,7 @@ class ExpertTables:
 
     pages: ExpertTable
     """Pool page of each matrix, HOST (-1) if it is only in host memory. Loading buffers are overlaid."""
-    load_sources: Int32[Array, "L+1 loads"]
-    """Host pages to copy before layer l computes; the copies of layer l + 1 run beside layer l. Row L is empty."""
-    load_targets: Int32[Array, "L+1 loads"]
-    load_counts: Int32[Array, " L+1"]
+    loads: PageLoads
 
 
 class StepContext(NamedTuple):

@@ -31,21 +31,19 @@ def moe(
     )
     pairs = x.shape[0] * layer.num_experts_per_tok
     routing = group_tokens(chosen, step.valid, layer.num_experts, tile=token_tile(pairs, layer.num_experts))
-    # The smaller of the number of tiles and 0 is 0, which XLA does not know: the loads wait for the router, thus for
-    # the mixer that reads the pool. With no such order XLA copies the whole pool for the reader.
-    pool = load_experts(step, pool, index + 1 + jnp.minimum(routing.num_tiles, 0))
     biases = None
     if layer.expert_bias:
         biases = params["expert_gate_up_bias"], params["expert_down_bias"]
-    mixed = paged_moe(
+    mixed, pool = paged_moe(
         x,
         weights,
         routing,
         pool,
         step.spec.expert_view,
         step.host_pages,
-        step.experts.pages[index],
-        index * (layer.num_experts * layer.matrices),
+        step.experts.pages,
+        index,
+        step.experts.loads,
         activation=layer.activation,
         biases=biases,
         swiglu_alpha=layer.swiglu_alpha,
@@ -60,13 +58,7 @@ def moe(
     return mixed, pool, (routing.counts, chosen, weights)
 
 
-def load_experts(step: StepContext, pool: Pool, index: Array) -> Pool:
-    """Fill the loading buffers of one MoE layer."""
-    tables = step.experts
-    return load_pages(
-        pool,
-        step.host_pages,
-        tables.load_sources[index],
-        tables.load_targets[index],
-        tables.load_counts[index],
-    )
+def load_first_experts(step: StepContext, pool: Pool) -> Pool:
+    """Fill the loading buffers of the first MoE layer; each layer fills those of the next."""
+    sources, targets, counts, _ = step.experts.loads
+    return load_pages(pool, step.host_pages, sources[0], targets[0], counts[0])

@@ -27,7 +27,7 @@ from rimuru_jax.models.config import (
 )
 from rimuru_jax.models.context import Batch, ExpertTables, ModelSpec, PageTables, StepContext
 from rimuru_jax.models.layers import linear, mlp, norm
-from rimuru_jax.models.moe import load_experts, moe
+from rimuru_jax.models.moe import load_first_experts, moe
 from rimuru_jax.models.recurrent import gated_delta_net, mamba2, short_conv
 
 type StackParams = Mapping[str, Any]
@@ -120,7 +120,7 @@ def forward(
     config = spec.config
     step = StepContext.create(spec, batch, tables, experts, host_pages, decode=decode)
     hidden = params["embedding"][batch.token_ids] * config.embedding_scale
-    pool = load_experts(step, pool, jnp.int32(0))
+    pool = load_first_experts(step, pool)
 
     def add(hidden: Hidden, part: Hidden) -> Hidden:
         return hidden + part * config.residual_scale if config.residual_scale != 1.0 else hidden + part

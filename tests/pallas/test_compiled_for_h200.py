@@ -24,9 +24,11 @@ from rimuru_jax.pallas.causal_conv1d import mosaic_gpu as conv
 from rimuru_jax.pallas.gated_delta_rule import mosaic_gpu as delta
 from rimuru_jax.pallas.memory_view import MemoryView
 from rimuru_jax.pallas.moe_routing import group_tokens
+from rimuru_jax.pallas.page_loads import PageLoads
 from rimuru_jax.pallas.page_update import mosaic_gpu as pages
 from rimuru_jax.pallas.paged_attention import mosaic_gpu as attention
 from rimuru_jax.pallas.paged_moe import mosaic_gpu as moe
+from rimuru_jax.pallas.paged_moe.activations import activation_named
 from rimuru_jax.pallas.selective_scan import mosaic_gpu as scan
 from tests.pallas.paged import view
 
@@ -41,7 +43,8 @@ DELTA = view("ssm", (32, 128, 128), "float32")  # Qwen3-Next
 SCAN = view("ssm", (64, 64, 128), "float32")  # Nemotron-3-Nano
 CONV = view("conv", (1, 8192), "bfloat16")
 
-type Shapes = Mapping[str, tuple[tuple[int, ...], Any]]
+type Shapes = Mapping[str, Any]
+"""(shape, dtype) of each argument, or a tuple of such."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,9 @@ def rows_of(rows: int) -> Shapes:
 def copies(n: int) -> Shapes:
     return {"sources": ((n,), jnp.int32), "targets": ((n,), jnp.int32), "count": ((), jnp.int32)}
 
+
+LAYERS = 3
+LOADS = (((LAYERS + 1, 384), jnp.int32),) * 2 + (((LAYERS + 1,), jnp.int32), ((), jnp.int32))
 
 HOST_PAGES: Shapes = {"host_pages": ((48 * 128 * 3, EXPERT.words), jnp.uint16)}
 
@@ -104,12 +110,23 @@ def paged_attention(tokens: int, rows: int) -> Case:
     )
 
 
-def moe_layer(x, mix, chosen, valid, pool, host_pages, table, *, view: MemoryView):
-    tile = moe.token_tile(chosen.size, table.shape[0])
-    routing = group_tokens(chosen, valid, table.shape[0], tile=tile)
-    f, d = view.page_shape
-    sizes = moe.choose_config(tile, f, d, 132)
-    return moe.paged_moe(x, mix, routing, pool, view, host_pages, table, jnp.int32(0), config=sizes)
+def moe_layer(x, mix, chosen, valid, pool, host_pages, tables, layer, loads, *, view: MemoryView):
+    experts = tables.shape[1]
+    tile = moe.token_tile(chosen.size, experts)
+    routing = group_tokens(chosen, valid, experts, tile=tile)
+    return moe.paged_moe(
+        x,
+        mix,
+        routing,
+        pool,
+        view,
+        host_pages,
+        tables,
+        layer,
+        PageLoads(*loads),
+        activation=activation_named("silu"),
+        config=moe.choose_config(tile, *view.page_shape, multiprocessors=132),
+    )
 
 
 def moe_shapes(tokens: int) -> Shapes:
@@ -118,7 +135,7 @@ def moe_shapes(tokens: int) -> Shapes:
         "mix": ((tokens, 8), jnp.float32),
         "chosen": ((tokens, 8), jnp.int32),
         "valid": ((tokens,), jnp.bool_),
-        "table": ((128, 3), jnp.int32),
+        "tables": ((LAYERS, 128, 3), jnp.int32),
         **HOST_PAGES,
     }
 
@@ -126,8 +143,7 @@ def moe_shapes(tokens: int) -> Shapes:
 def paged_moe(tokens: int) -> Case:
     return Case(
         operator=functools.partial(moe_layer, view=EXPERT),
-        arguments=moe_shapes(tokens),
-        reads_only=True,
+        arguments={**moe_shapes(tokens), "layer": ((), jnp.int32), "loads": LOADS},
         kernels=2,
         temporaries=1 + tokens * 8 * (2 * 2048 + 768) * 2 * 4 // 10**6,
     )
@@ -168,41 +184,34 @@ def selective_scan(tokens: int, rows: int) -> Case:
     )
 
 
-def layers(x, mix, chosen, valid, pool, host_pages, tables, queries, keys, kv_pages, offsets, page_table, query_start, context_len, sources, targets, counts):  # fmt: skip
+def layers(x, mix, chosen, valid, pool, host_pages, tables, queries, keys, kv_pages, offsets, page_table, query_start, context_len, loads):  # fmt: skip
     """A scan over layers, each with all that a layer of attention and experts does to the pool."""
 
-    def layer(carry, per_layer):
+    def layer(carry, index):
         x, pool = carry
-        table, sources, targets, count = per_layer
         pool = pages.write_kv(pool, KV, keys, keys, kv_pages, offsets)
         mixed = attention.paged_attention(
             queries, pool, KV, page_table, query_start, context_len, scale=0.1, max_query_len=2
         )
         x += mixed.reshape(x.shape[0], -1)[:, : x.shape[1]]
-        # The loads wait for what read the pool, here as in `models.moe`.
-        count += jnp.minimum(0, jnp.int32(jnp.abs(x[0, 0])))
-        pool = pages.load_pages(pool, host_pages, sources, targets, count)
-        x += moe_layer(x, mix, chosen, valid, pool, host_pages, table, view=EXPERT)
-        return (x, pool), ()
+        out, pool = moe_layer(x, mix, chosen, valid, pool, host_pages, tables, index, loads, view=EXPERT)
+        return (x + out, pool), ()
 
-    (x, pool), _ = lax.scan(layer, (x, pool), (tables, sources, targets, counts))
+    pool = pages.load_pages(pool, host_pages, *(part[0] for part in loads[:3]))
+    (x, pool), _ = lax.scan(layer, (x, pool), jnp.arange(LAYERS))
     return x, pool
 
 
-def step(tokens: int, rows: int, depth: int) -> Case:
-    shapes = {**moe_shapes(tokens), **paged_attention(tokens, rows).arguments}
-    del shapes["table"]
+def step(tokens: int, rows: int) -> Case:
     return Case(
         operator=layers,
         arguments={
-            **shapes,
-            "tables": ((depth, 128, 3), jnp.int32),
+            **moe_shapes(tokens),
+            **paged_attention(tokens, rows).arguments,
             "keys": ((tokens, 4, 128), jnp.bfloat16),
             "kv_pages": ((tokens,), jnp.int32),
             "offsets": ((tokens,), jnp.int32),
-            "sources": ((depth, 384), jnp.int32),
-            "targets": ((depth, 384), jnp.int32),
-            "counts": ((depth,), jnp.int32),
+            "loads": LOADS,
         },
         kernels=6,
         temporaries=200 + paged_moe(tokens).temporaries,
@@ -230,7 +239,7 @@ CASES = {
         words=3 * CONV.stride,
         temporaries=300,
     ),
-    "a scan over layers": step(2048, 4, depth=3),
+    "a scan over layers": step(2048, 4),
 }  # fmt: skip
 
 
@@ -249,7 +258,11 @@ def h200() -> NamedSharding:
 def test_compiled(case, h200, monkeypatch, capfd):
     monkeypatch.setitem(os.environ, "MOSAIC_GPU_DUMP_PTXAS", "1")
     struct = functools.partial(jax.ShapeDtypeStruct, sharding=h200)
-    arguments = {name: struct(*shape) for name, shape in case.arguments.items()}
+    arguments = jax.tree.map(
+        lambda shape: struct(*shape),
+        dict(case.arguments),
+        is_leaf=lambda x: isinstance(x, tuple) and len(x) == 2,
+    )
     pool = struct((HUGE_PAGES, case.words), jnp.uint16)
     jitted = jax.jit(case.operator, donate_argnames=() if case.reads_only else "pool")
     compiled = jitted.trace(**arguments, pool=pool).lower().compile()

@@ -21,22 +21,26 @@ LIMIT = 1.0  # of clamped_swiglu: low, so that it cuts
 
 @functools.partial(jax.jit, static_argnames=("view", "tile", "activation"))
 def _run(x, mix, chosen, valid, pool, host, table, biases, *, view: MemoryView, tile: int, activation: str):
-    experts, matrices = table.shape
-    routing = group_tokens(chosen, valid, experts, tile=tile)
-    first = jnp.int32(experts * matrices)
-    return paged_moe(
+    routing = group_tokens(chosen, valid, table.shape[0], tile=tile)
+    mixed, _ = paged_moe(
         x,
         mix,
         routing,
         pool,
         view,
         host,
-        table,
-        first,
+        layer_1(table),
+        jnp.int32(1),
         activation=activation,
         biases=biases,
         swiglu_limit=LIMIT,
     )
+    return mixed
+
+
+def layer_1(table):
+    """The tables of two layers of which only layer 1 is to be read."""
+    return jnp.stack([jnp.full_like(table, 2**30), table])
 
 
 @dataclass

@@ -15,10 +15,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from rimuru_jax.host.expert_cache import HOST
 from rimuru_jax.pallas.memory_view import MemoryView
 from rimuru_jax.pallas.moe_routing import group_tokens
+from rimuru_jax.pallas.page_loads import PageLoads
 from rimuru_jax.pallas.paged_moe import mosaic_gpu, paged_moe
+from rimuru_jax.pallas.paged_moe.activations import activation_named
 from rimuru_jax.pallas.paged_moe.mosaic_gpu import Config, Launch
 from tests.pallas.paged import NAN_WORD, poisoned_pool
-from tests.pallas.test_paged_moe import PAGES, Experts, all_valid, tokens
+from tests.pallas.test_paged_moe import LIMIT, PAGES, Experts, all_valid, layer_1, tokens
 
 # Inner activation, expert output and sum are each rounded to bfloat16: a relative error of 2^-9 at most, 1.1e-3 in the
 # mean square, so about 2e-3 together.
@@ -45,21 +47,55 @@ FORMS = {
 forms = pytest.mark.parametrize(("tile", "sizes"), FORMS.values(), ids=FORMS)
 
 
-@functools.partial(jax.jit, static_argnames=("view", "tile", "sizes"))
-def _run(x, mix, chosen, valid, pool, host, table, *, view: MemoryView, tile: int, sizes: Config | None):
-    experts, matrices = table.shape
-    routing = group_tokens(chosen, valid, experts, tile=tile)
-    first = jnp.int32(experts * matrices)
-    activation = "silu" if matrices == 3 else "relu2"
+@functools.partial(jax.jit, static_argnames=("view", "tile", "sizes", "activation"))
+def _run(
+    x,
+    mix,
+    chosen,
+    valid,
+    pool,
+    host,
+    table,
+    loads: PageLoads | None = None,
+    biases=None,
+    *,
+    view: MemoryView,
+    tile: int,
+    sizes: Config | None,
+    activation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    routing = group_tokens(chosen, valid, table.shape[0], tile=tile)
+    name = activation or ("silu" if table.shape[1] == 3 else "relu2")
+    function = activation_named(name, swiglu_limit=LIMIT)
     return mosaic_gpu.paged_moe(
-        x, mix, routing, pool, view, host, table, first, activation=activation, config=sizes
+        x,
+        mix,
+        routing,
+        pool,
+        view,
+        host,
+        layer_1(table),
+        jnp.int32(1),
+        loads,
+        activation=function,
+        biases=biases,
+        config=sizes,
     )
 
 
-def interpret(experts: Experts, x, mix, chosen, valid, tile, sizes, *, table=None, pool=None) -> np.ndarray:
+def interpret(
+    experts: Experts, x, mix, chosen, valid, tile, sizes, *, table=None, pool=None, **rest
+) -> np.ndarray:
     """What the kernel computes, with the race detector on and unwritten memory full of NaN."""
+    return interpret_both(experts, x, mix, chosen, valid, tile, sizes, table=table, pool=pool, **rest)[0]
+
+
+def interpret_both(
+    experts: Experts, x, mix, chosen, valid, tile, sizes, *, table=None, pool=None, **rest
+) -> tuple[np.ndarray, np.ndarray]:
+    """The sum and the pool."""
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        out = _run(
+        out, pool = _run(
             jnp.asarray(x, jnp.bfloat16),
             jnp.asarray(mix),
             jnp.asarray(chosen),
@@ -70,8 +106,9 @@ def interpret(experts: Experts, x, mix, chosen, valid, tile, sizes, *, table=Non
             view=experts.view,
             tile=tile,
             sizes=sizes,
+            **rest,
         )
-    return np.asarray(out)
+    return np.asarray(out), np.asarray(pool)
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +135,55 @@ def test_experts_of_two_matrices(tile, sizes):
     got = interpret(experts, x, mix, chosen, all_valid(7), tile, sizes).astype(np.float64)
     wanted = experts.loop(x, mix, chosen)
     assert np.linalg.norm(got - wanted) <= TOLERANCE * np.linalg.norm(wanted)
+
+
+@forms
+def test_clamped_experts_with_biases(tile, sizes):
+    experts = Experts.random("bfloat16", f=128, d=128)
+    x, mix, chosen = tokens(20, 6, 3, 128)
+    rng = np.random.default_rng(2)
+    biases = [jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((6, 2, 128), (6, 128))]
+    got = interpret(
+        experts,
+        x,
+        mix,
+        chosen,
+        all_valid(20),
+        tile,
+        sizes,
+        activation="clamped_swiglu",
+        biases=tuple(biases),
+    )
+    wanted = experts.loop(x, mix, chosen, [np.asarray(b, np.float64) for b in biases])
+    assert np.linalg.norm(got.astype(np.float64) - wanted) <= TOLERANCE * np.linalg.norm(wanted)
+
+
+def page_loads(sources, targets, blocks: int) -> PageLoads:
+    """Loads of the layer after layer 1; other rows must not be read."""
+    count, wrong = len(sources), np.full(len(sources) + 3, 2**30)
+    rows = [np.stack([wrong, wrong, np.concatenate([part, wrong[count:]])]) for part in (sources, targets)]
+    return PageLoads(
+        *(jnp.asarray(row, jnp.int32) for row in rows),
+        counts=jnp.asarray([99, 99, count], jnp.int32),
+        blocks=jnp.int32(blocks),
+    )
+
+
+@forms
+@pytest.mark.parametrize(("count", "blocks"), [(0, 1), (1, 1), (4, 2), (5, 8)])
+def test_loads_pages_meanwhile(tile, sizes, count, blocks):
+    experts = Experts.random("bfloat16", experts=4, f=128, d=128)
+    x, mix, chosen = tokens(5, 4, 2, 128)
+    rng = np.random.default_rng(4)
+    free = np.setdiff1d(np.arange(1, PAGES), experts.pages)
+    sources, targets = rng.permutation(12)[:count] + 12, rng.permutation(free)[:count]
+    alone = interpret(experts, x, mix, chosen, all_valid(5), tile, sizes)
+    loads = page_loads(sources, targets, blocks)
+    got, pool = interpret_both(experts, x, mix, chosen, all_valid(5), tile, sizes, loads=loads)
+    assert (got == alone).all()
+    wanted = experts.pool.copy()
+    wanted[targets] = experts.host[sources]
+    assert (pool == wanted).all()
 
 
 def test_experts_of_several_tiles():
@@ -217,14 +303,23 @@ def test_tiles_hold_the_tokens_of_most_experts():
     ]
 
 
+@pytest.mark.parametrize("count", [1, 256, 8192])
+def test_loads_and_biases_lower_for_real_shapes(count):
+    args, view = shapes(count, experts=32, top_k=4, d=2880, f=2880)
+    spec = jax.ShapeDtypeStruct
+    loads = PageLoads(*(spec(s, jnp.int32) for s in ((3, 96), (3, 96), (3,), ())))  # type: ignore[arg-type]
+    biases = spec((32, 2, 2880), jnp.bfloat16), spec((32, 2880), jnp.bfloat16)
+    tile = mosaic_gpu.token_tile(count * 4, 32)
+    traced = _run.trace(*args, loads, biases, view=view, tile=tile, sizes=None, activation="clamped_swiglu")
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu") >= 2
+
+
 def refused(**changes) -> str | None:
     view = MemoryView(kind="expert", page_shape=(128, 64), dtype=jnp.dtype(jnp.bfloat16), stride=128 * 64)
     fields = ("page_shape", "dtype", "stride")
     view = dataclasses.replace(view, **{k: v for k, v in changes.items() if k in fields})
     rest = {
         "hidden_dtype": jnp.dtype(jnp.bfloat16),
-        "activation": "silu",
-        "biased": False,
         "tile": 8,
         "host_words": 128 * 64,
     }
@@ -235,8 +330,6 @@ def test_refusals_name_what_is_wrong():
     assert refused() is None
     cases = (
         ({"hidden_dtype": jnp.dtype(jnp.float32)}, "hidden states float32, but bfloat16"),
-        ({"activation": "clamped_swiglu"}, "experts are clamped_swiglu, but silu or relu2"),
-        ({"biased": True}, "experts are silu with biases, but silu or relu2"),
         ({"page_shape": (96, 64)}, "96 x 64, but multiples of 64"),
         ({"stride": 128 * 64 + 64}, "pages of 8256 and 8192 words are no multiples of rows of 128 and 64"),
         ({"tile": 4}, "4 tokens, but one of 8, 16"),
@@ -258,8 +351,8 @@ def test_naming_it_without_a_gpu_is_an_error():
             jnp.asarray(experts.pool),
             experts.view,
             jnp.asarray(experts.host),
-            jnp.asarray(experts.pages),
-            jnp.int32(0),
+            layer_1(experts.pages),
+            jnp.int32(1),
             implementation="mosaic_gpu",
         )
 
@@ -302,7 +395,7 @@ class OnCard:
 
     def run(self, x, mix, chosen, valid, *, table=None, pool=None):
         tile = mosaic_gpu.token_tile(chosen.size, self.experts)
-        return _run(
+        out, _ = _run(
             x,
             mix,
             chosen,
@@ -314,6 +407,7 @@ class OnCard:
             tile=tile,
             sizes=None,
         )
+        return out
 
     def dense(self, x, mix, chosen, chunk: int = 256) -> np.ndarray:
         """Every expert for every token in float32, without any rounding in between."""

@@ -6,12 +6,11 @@ from rimuru_jax.array_types import Hidden, HostPages, Pool
 from rimuru_jax.pallas.implementation import Implementation, resolve
 from rimuru_jax.pallas.memory_view import MemoryView
 from rimuru_jax.pallas.moe_routing import Routing
+from rimuru_jax.pallas.page_loads import PageLoads
 from rimuru_jax.pallas.paged_moe import mosaic_gpu, reference
+from rimuru_jax.pallas.paged_moe.activations import MATRICES, activation_named
 
 AVAILABLE = ("reference", "mosaic_gpu")
-
-MATRICES = {"silu": 3, "clamped_swiglu": 3, "relu2": 2}
-"""Matrices of an expert, by activation."""
 
 
 def token_tile(pairs: int, num_experts: int) -> int:
@@ -28,16 +27,17 @@ def paged_moe(
     pool: Pool,
     view: MemoryView,
     host_pages: HostPages,
-    table: Int32[Array, "E M"],
-    first_host_page: Int32[Array, ""],
+    table: Int32[Array, "L E M"],
+    layer: Int32[Array, ""],
+    loads: PageLoads | None = None,
     *,
     activation: str = "silu",
     biases: tuple[Float[Array, "E 2 f"], Float[Array, "E d"]] | None = None,
     swiglu_alpha: float = 1.702,
     swiglu_limit: float = 7.0,
     implementation: Implementation | None = None,
-) -> Hidden:
-    """The weighted sum of each token's experts: `sum_k weights[t, k] * expert_k(hidden[t])`.
+) -> tuple[Hidden, Pool]:
+    """The weighted sum of each token's experts, `sum_k weights[t, k] * expert_k(hidden[t])`, and the pool.
 
     Products accumulate in float32; the inner activation is rounded to the dtype of `hidden`. The result is the same to
     the bit wherever the pages are.
@@ -46,10 +46,12 @@ def paged_moe(
         hidden: `[T, d]`.
         weights: float32 mixing weights of the chosen experts.
         routing: from `moe_routing.group_tokens`.
-        pool: the page pool; `view` shows its expert pages `[f, d]` (the last matrix is read as `[d, f]`).
+        pool: the page pool, donated or carried by the caller if there are loads; `view` shows its expert pages
+            `[f, d]` (the last matrix is read as `[d, f]`).
         host_pages: every expert page, in (layer, expert, matrix) order.
         table: pool page of each expert's matrices, or HOST (-1): read in place from `host_pages`.
-        first_host_page: host page of expert 0, matrix 0 of this layer.
+        layer: the layer to compute; page loads of the next one are made meanwhile.
+        loads: what to copy into the pool, if anything.
         activation: an expert is `w2 @ h` with h, of g = w1 @ x and u = w3 @ x,
             "silu": silu(g) * u
             "clamped_swiglu": g' * sigmoid(swiglu_alpha * g') * (u' + 1), g' = min(g, limit), u' = clip(u, -limit, limit)
@@ -62,18 +64,14 @@ def paged_moe(
         raise ValueError(
             f"expert pages of shape {view.page_shape} do not fit hidden states of {hidden.shape[1]}"
         )
-    if table.shape[1] != MATRICES[activation]:
+    if table.shape[2] != MATRICES[activation]:
         raise ValueError(
-            f"an expert has {table.shape[1]} matrices, but {activation!r} takes {MATRICES[activation]}"
+            f"an expert has {table.shape[2]} matrices, but {activation!r} takes {MATRICES[activation]}"
         )
     tile = routing.row_tokens.shape[0] // routing.tile_experts.shape[0]
-    biased = biases is not None
-    refusal = mosaic_gpu.refusal(view, hidden.dtype, activation, biased, tile, host_pages.shape[1])
-    if resolve("paged_moe", implementation, AVAILABLE, refusal=refusal) == "mosaic_gpu":
-        return mosaic_gpu.paged_moe(
-            hidden, weights, routing, pool, view, host_pages, table, first_host_page, activation=activation
-        )
-    return reference.paged_moe(
+    refusal = mosaic_gpu.refusal(view, hidden.dtype, tile, host_pages.shape[1])
+    chosen = resolve("paged_moe", implementation, AVAILABLE, refusal=refusal)
+    return {"reference": reference, "mosaic_gpu": mosaic_gpu}[chosen].paged_moe(
         hidden,
         weights,
         routing,
@@ -81,9 +79,8 @@ def paged_moe(
         view,
         host_pages,
         table,
-        first_host_page,
-        activation=activation,
+        layer,
+        loads,
+        activation=activation_named(activation, swiglu_alpha, swiglu_limit),
         biases=biases,
-        swiglu_alpha=swiglu_alpha,
-        swiglu_limit=swiglu_limit,
     )

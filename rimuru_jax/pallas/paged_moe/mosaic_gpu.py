@@ -13,8 +13,11 @@ memory does not wait for epilogues. The other warpgroups multiply:
     multiplying  |           | w(0) x(0) | ...      `empty` once every multiplying warpgroup has read them
 
 Where a page lies, in the pool or in page-locked host memory, only the fetching warpgroup sees. The products and their
-order stay the same, hence the bits. Loading buffers of the next layer, when they come, are filled by further blocks of
-the gate/up launch, which copy host pages to pool pages through the pool's Ref and take no items.
+order stay the same, hence the bits.
+
+With page loads the first blocks of both grids take no items: they copy host pages into pool pages, through the same
+Ref of the pool that the others read their weights from. The loads are shared out between the launches as the weights
+are, so that neither waits for its loads while the other has none.
 
 Few tokens per expert: the weights are the M side of wgmma (64 rows per warpgroup), the tokens its N side, and the
 result is turned on its way to shared memory. Many: the tokens are the M side, and a warpgroup whose rows only fill
@@ -24,8 +27,8 @@ Rows of a product do not depend on each other, and rows that only fill a tile ar
 whatever the gather finds, which may be NaN. Tiles past `num_tiles` cost nothing but their share of the gather.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +40,8 @@ from jaxtyping import Array, Float, Int32
 from rimuru_jax.array_types import Hidden, HostPages, Pool
 from rimuru_jax.pallas.memory_view import MemoryView
 from rimuru_jax.pallas.moe_routing import Routing
-
-ACTIVATIONS = ("silu", "relu2")
-"""Activations the kernel has, of experts without biases."""
+from rimuru_jax.pallas.page_loads import PageLoads
+from rimuru_jax.pallas.paged_moe.activations import Activation
 
 TILES = (8, 16, 32, 64, 128)
 """Token tiles the kernel has a form for; in the last the tokens are the M side."""
@@ -99,15 +101,11 @@ def token_tile(pairs: int, num_experts: int) -> int:
     return min(TILES[-1], max(TILES[0], 1 << (2 * mean - 1).bit_length()))
 
 
-def refusal(
-    view: MemoryView, hidden_dtype: jnp.dtype, activation: str, biased: bool, tile: int, host_words: int
-) -> str | None:
+def refusal(view: MemoryView, hidden_dtype: jnp.dtype, tile: int, host_words: int) -> str | None:
     """Why these operands have no kernel, or None."""
     f, d = view.page_shape
     if view.dtype != jnp.bfloat16 or hidden_dtype != jnp.bfloat16:
         return f"weights are {view.dtype} and hidden states {hidden_dtype}, but bfloat16 is wanted"
-    if activation not in ACTIVATIONS or biased:
-        return f"experts are {activation}{' with biases' * biased}, but {' or '.join(ACTIVATIONS)} is wanted"
     if f % GRANULE or d % GRANULE:
         return f"expert matrices are {f} x {d}, but multiples of {GRANULE} are wanted"
     if any(words % row for words in (view.stride, host_words) for row in (f, d)):
@@ -149,16 +147,18 @@ def paged_moe(
     pool: Pool,
     view: MemoryView,
     host_pages: HostPages,
-    table: Int32[Array, "E M"],
-    first_host_page: Int32[Array, ""],
+    table: Int32[Array, "L E M"],
+    layer: Int32[Array, ""],
+    loads: PageLoads | None = None,
     *,
-    activation: str = "silu",
+    activation: Activation,
+    biases: tuple[Float[Array, "E 2 f"], Float[Array, "E d"]] | None = None,
     config: Config | None = None,
     contiguous: bool = False,
-) -> Hidden:
+) -> tuple[Hidden, Pool]:
     """See `paged_moe.paged_moe`; `contiguous` as in `_grouped_product`."""
     f, d = view.page_shape
-    rows, inner = routing.row_tokens.shape[0], table.shape[1] - 1
+    rows, inner = routing.row_tokens.shape[0], table.shape[2] - 1
     if config is None:
         tile = rows // routing.tile_experts.shape[0]
         config = choose_config(tile, f, d, getattr(jax.devices()[0], "core_count", 132), inner=inner)
@@ -166,20 +166,20 @@ def paged_moe(
     def pages(words: Array, shape: tuple[int, int], stride: int) -> Array:
         return MemoryView(kind=view.kind, page_shape=shape, dtype=view.dtype, stride=stride).typed(words)
 
-    def product(
-        x: Array,
-        matrices: Sequence[int],
-        shape: tuple[int, int],
-        launch: Launch,
-        activation: str | None = None,
-    ) -> Array:
-        return _grouped_product(
+    def product(x, pool, matrices, shape, launch, activation, bias) -> tuple[Array, Pool]:
+        # A kernel that writes into the pool gets a Ref of it; one that only reads gets the array.
+        target: Any = pages(pool, shape, view.stride)
+        if loads is not None:
+            target = jax.new_ref(target)
+        out = _grouped_product(
             x,
             routing,
-            pages(pool, shape, view.stride),
+            target,
             pages(host_pages, shape, host_pages.shape[1]),
             table,
-            first_host_page,
+            layer,
+            loads,
+            bias,
             matrices=matrices,
             activation=activation,
             width=shape[0],
@@ -187,10 +187,12 @@ def paged_moe(
             blocks=config.blocks,
             contiguous=contiguous,
         )
+        return out, pool if loads is None else view.untyped(jax.freeze(target), pool.shape[1])
 
     x = hidden.at[routing.row_tokens].get(mode="clip")
-    h = product(x, range(inner), (f, d), config.gate_up, activation)
-    y = product(h, (inner,), (d, f), config.down)
+    gate_up, down = (None, None) if biases is None else (biases[0], biases[1][:, None])
+    h, pool = product(x, pool, range(inner), (f, d), config.gate_up, activation, gate_up)
+    y, pool = product(h, pool, range(inner, inner + 1), (d, f), config.down, None, down)
 
     # One choice after the other: a token's sum never depends on where weights are or who else is there. Padding tokens
     # have no row, and their weights may be anything.
@@ -199,19 +201,21 @@ def paged_moe(
         row = routing.pair_rows[:, k]
         part = weights[:, k, None] * y.at[row].get(mode="clip").astype(jnp.float32)
         mixed += jnp.where((row < rows)[:, None], part, 0)
-    return mixed.astype(hidden.dtype)
+    return mixed.astype(hidden.dtype), pool
 
 
 def _grouped_product(
     x: Float[Array, "rows k"],
     routing: Routing,
-    pool: Float[Array, "pages page_rows k"],
+    pool: Any,
     host: Float[Array, "host_pages host_rows k"],
-    table: Int32[Array, "E M"],
-    first_host_page: Int32[Array, ""],
+    table: Int32[Array, "L E M"],
+    layer: Int32[Array, ""],
+    loads: PageLoads | None,
+    bias: Float[Array, "E N width"] | None,
     *,
-    matrices: Sequence[int],
-    activation: str | None,
+    matrices: range,
+    activation: Activation | None,
     width: int,
     launch: Launch,
     blocks: int,
@@ -219,13 +223,14 @@ def _grouped_product(
 ) -> Float[Array, "rows width"]:
     """`x @ w^T` with the matrix of each tile's expert, or an activation of such products.
 
-    Pages hold `width` rows of weights, and possibly more that are padding. `contiguous` is for measurements: a kernel
-    that knows no table and finds every page in `host`, in order.
+    `pool` is `[pages, page rows, k]`, a Ref of it if there are loads. Pages hold `width` rows of weights, and possibly
+    more that are padding. `contiguous` is for measurements: a kernel that knows no table and finds every page in
+    `host`, in order.
     """
     rows, contracted = x.shape
     tiles = routing.tile_experts.shape[0]
     tile = rows // tiles
-    tokens, (experts, matrices_per_expert) = routing.pair_rows.shape[0], table.shape
+    tokens, (_, experts, matrices_per_expert) = routing.pair_rows.shape[0], table.shape
     warpgroups, stages, depth, block = launch.warpgroups, launch.stages, launch.depth, launch.block
     column_blocks, k_steps = width // block, contracted // depth
     # What one warpgroup computes. With the tokens first all matrices are the N side of one product: each product reads
@@ -241,34 +246,92 @@ def _grouped_product(
     def slot(turn):
         return lax.rem(turn, jnp.int32(stages))
 
+    operands = {
+        "tile_experts": routing.tile_experts,  # [tiles]
+        "row_tokens": routing.row_tokens,  # [rows]
+        "num_tiles": routing.num_tiles.reshape(1),
+        "table": table,  # [L, E, M]
+        "layer": layer.reshape(1),
+        "x": x,  # [rows, k]
+        "pool": pool,  # [pages, page rows, k]
+        "host": host,  # [host pages, host rows, k]
+    }
+    if bias is not None:
+        operands["bias"] = bias  # [E, N, width]
+    if loads is not None:
+        operands |= loads._replace(blocks=loads.blocks.reshape(1))._asdict()
+
     def body(
-        tile_experts,  # [tiles]
-        row_tokens,  # [rows]
-        num_tiles,  # [1]
-        table,  # [E, M]
-        first_host,  # [1]
-        x,  # [rows, k]
-        pool,  # [pages, page rows, k]
-        host,  # [host pages, host rows, k]
+        ref,  # of each operand
         out,  # [rows, width]
         w_smem,  # [stages, matrices * block, depth]
         x_smem,  # [stages, tile, depth]
         out_smem,  # [warpgroups, slots, part rows, store]
         full,  # [stages] barriers: one arrival per copy
         empty,  # [stages] barriers: one arrival per multiplying warpgroup
+        loaded,  # [stages] barriers: one arrival per part of a page that is loaded
     ):
         grid_index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        items = num_tiles[0] * column_blocks
-        mine = lax.div(items - grid_index + (blocks - 1), jnp.int32(blocks))
+        layer = ref["layer"][0]
+        loaders = count = jnp.int32(0)
+        if loads is not None:
+            count = ref["counts"][layer + 1]
+            loaders = jnp.where(count > 0, jnp.minimum(ref["blocks"][0], blocks - 1), 0)
+        # A loading block gets a number below zero here, and no items.
+        block_index, workers = grid_index - loaders, blocks - loaders
+        items = jnp.where(block_index >= 0, ref["num_tiles"][0] * column_blocks, block_index)
+        mine = lax.div(items - block_index + (workers - 1), workers)
 
         def item(i):
             """Token tile and column block of the i-th item of this block."""
-            index = grid_index + i * blocks
+            index = block_index + i * workers
             return lax.div(index, jnp.int32(column_blocks)), lax.rem(index, jnp.int32(column_blocks))
+
+        def expert_of(i):
+            """Expert of the i-th item; past the last one any that can be read."""
+            tile_index = jnp.clip(item(i)[0], 0, tiles - 1)
+            return jnp.minimum(ref["tile_experts"][tile_index], experts - 1)
+
+        def load_pages():
+            """This loading block's share of the pages that this launch loads: parts of `block` rows, `depth` wide."""
+            share = lax.div(count * matrices.start, jnp.int32(matrices_per_expert))
+            end = lax.div(count * matrices.stop, jnp.int32(matrices_per_expert))
+            per_page = column_blocks * k_steps
+            parts = lax.div((end - share) * per_page - grid_index + (loaders - 1), loaders)
+            ahead = max(1, stages - 2)
+
+            def part(i, pages):
+                """Where the i-th part of this block is in the pages that `pages` lists."""
+                index = grid_index + i * loaders
+                page, rest = share + lax.div(index, jnp.int32(per_page)), lax.rem(index, jnp.int32(per_page))
+                row, column = lax.div(rest, jnp.int32(k_steps)), lax.rem(rest, jnp.int32(k_steps))
+                return pages[layer + 1, page], pl.ds(row * block, block), pl.ds(column * depth, depth)
+
+            def staged(i):
+                return w_smem.at[slot(i), pl.ds(0, block)]
+
+            @pl.loop(0, parts + ahead)
+            def _turn(i):
+                @pl.when(i < parts)
+                def _():
+                    plgpu.wait_smem_to_gmem(stages - 1 - ahead, wait_read_only=True)  # this slot's last part
+                    source = ref["host"].at[part(i, ref["sources"])]
+                    plgpu.copy_gmem_to_smem(source, staged(i), loaded.at[slot(i)])
+
+                @pl.when(i >= ahead)
+                def _():
+                    plgpu.barrier_wait(loaded.at[slot(i - ahead)])
+                    plgpu.copy_smem_to_gmem(
+                        staged(i - ahead), ref["pool"].at[part(i - ahead, ref["targets"])]
+                    )
+
+            plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == warpgroups)
         def _fetch():
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+            if loads is not None:
+                pl.when(block_index < 0)(load_pages)
 
             def wait_for_slot(turn):
                 @pl.when(turn >= stages)
@@ -277,14 +340,12 @@ def _grouped_product(
 
             def places(i):
                 """Where the matrices of item i are: a page of the pool, or -1 - a page of the host."""
-                # Past the last item anything is right that can be read.
-                expert = tile_experts[jnp.minimum(item(i)[0], tiles - 1)]
-                expert = jnp.minimum(expert, experts - 1)
+                expert = expert_of(i)
                 found = []
                 for m in matrices:
-                    place = -1 - (first_host[0] + expert * matrices_per_expert + m)
+                    place = -1 - ((layer * experts + expert) * matrices_per_expert + m)
                     if not contiguous:
-                        page = table[expert, m]
+                        page = ref["table"][layer, expert, m]
                         place = jnp.where(page >= 0, page, place)
                     found.append(place)
                 return found
@@ -304,17 +365,17 @@ def _grouped_product(
 
                     def copy_weights(place, target):
                         def from_host():
-                            copy(host.at[-1 - place, w_rows, columns], target)
+                            copy(ref["host"].at[-1 - place, w_rows, columns], target)
 
                         if contiguous:
                             from_host()
                         else:
-                            pl.when(place >= 0)(lambda: copy(pool.at[place, w_rows, columns], target))
+                            pl.when(place >= 0)(lambda: copy(ref["pool"].at[place, w_rows, columns], target))
                             pl.when(place < 0)(from_host)
 
                     for j, place in enumerate(here_places):
                         copy_weights(place, w_smem.at[:, pl.ds(j * block, block)])
-                    copy(x.at[x_rows, columns], x_smem)
+                    copy(ref["x"].at[x_rows, columns], x_smem)
                     return turn + 1
 
                 return lax.fori_loop(0, k_steps, step, turn), next_places
@@ -327,7 +388,7 @@ def _grouped_product(
             per_thread = (REGISTERS - FETCH_REGISTERS) // warpgroups // 8 * 8
             plgpu.set_max_registers(min(per_thread, 248), action="increase")
 
-            def operands(here, j):
+            def sides(here, j):
                 if launch.weights_first:
                     part = pl.ds(j * block + warpgroup * part_cols, part_cols)
                     return w_smem.at[here, part], x_smem.at[here].transpose((1, 0))
@@ -345,18 +406,20 @@ def _grouped_product(
             def has_tokens(i):
                 # Tiles are filled from the first row on, so the first row of a part tells of all.
                 row = jnp.minimum(first_of_part(i)[0], rows - 1)
-                return jnp.where(row_tokens[row] < tokens, 1, 0)
+                return jnp.where(ref["row_tokens"][row] < tokens, 1, 0)
 
-            def activate(values):
-                if launch.weights_first:
-                    parts = values
-                else:
-                    parts = [values[0][:, j * block : (j + 1) * block] for j in range(len(matrices))]
-                if activation == "silu":
-                    gate, up = parts
-                    return gate / (1 + jnp.exp(-gate)) * up
-                (result,) = parts
-                return jnp.square(jnp.maximum(result, 0)) if activation == "relu2" else result
+            def results(i, values):
+                """What item i gives, from its products."""
+                if not launch.weights_first:
+                    values = [values[0][:, j * block : (j + 1) * block] for j in range(len(matrices))]
+                if bias is not None:
+                    expert, first_col = expert_of(i), first_of_part(i)[1]
+                    for j, value in enumerate(values):
+                        part = ref["bias"].at[expert, j, pl.ds(first_col, part_cols)]
+                        part = plgpu.load(part, optimized=False).astype(jnp.float32)
+                        axis = 0 if launch.weights_first else 1
+                        values[j] = value + lax.broadcast_in_dim(part, value.shape, (axis,))
+                return values[0] if activation is None else activation(*values)
 
             def store(result, first_row, first_col):
                 for i, col in enumerate(range(0, part_cols, launch.store)):
@@ -387,7 +450,7 @@ def _grouped_product(
                         here = slot(turn + k)
                         plgpu.barrier_wait(full.at[here])
                         for j, acc in enumerate(accumulators):
-                            plgpu.wgmma(acc, *operands(here, j))
+                            plgpu.wgmma(acc, *sides(here, j))
                         pl.when((k == min(1, k_steps - 1)) & (waiting == 1))(store_result)
                         plgpu.wgmma_wait(len(accumulators))  # all but this step's products are done
 
@@ -410,7 +473,7 @@ def _grouped_product(
                         plgpu.barrier_wait(full.at[here])
                         plgpu.barrier_arrive(empty.at[here])
 
-                return turn + k_steps, live_next, live, activate(values).astype(out.dtype)
+                return turn + k_steps, live_next, live, results(i, values).astype(out.dtype)
 
             nothing = jnp.zeros(
                 (*accumulators[0].shape[:1], part_rows if launch.weights_first else part_cols), out.dtype
@@ -421,7 +484,7 @@ def _grouped_product(
             plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
-        body,
+        lambda *refs: body(dict(zip(operands, refs, strict=False)), *refs[len(operands) :]),
         out_type=jax.ShapeDtypeStruct((rows, width), x.dtype),
         grid=(blocks,),
         grid_names=("block",),
@@ -433,18 +496,10 @@ def _grouped_product(
             plgpu.SMEM((warpgroups, slots, part_rows, launch.store), x.dtype),
             plgpu.Barrier(num_arrivals=len(matrices) + 1, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
         ),
     )
-    return kernel(
-        routing.tile_experts,
-        routing.row_tokens,
-        routing.num_tiles.reshape(1),
-        table,
-        first_host_page.reshape(1),
-        x,
-        pool,
-        host,
-    )
+    return kernel(*operands.values())

@@ -5,7 +5,6 @@ left side of every product (`w @ x^T`): on a CPU that needs no transposed copy o
 GPU kernel has.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
@@ -13,6 +12,9 @@ from jaxtyping import Array, Float, Int32
 from rimuru_jax.array_types import Hidden, HostPages, Pool
 from rimuru_jax.pallas.memory_view import MemoryView
 from rimuru_jax.pallas.moe_routing import Routing
+from rimuru_jax.pallas.page_loads import PageLoads
+from rimuru_jax.pallas.page_update.reference import load_pages
+from rimuru_jax.pallas.paged_moe.activations import Activation
 
 
 def token_tile(pairs: int, num_experts: int) -> int:
@@ -28,30 +30,35 @@ def paged_moe(
     pool: Pool,
     view: MemoryView,
     host_pages: HostPages,
-    table: Int32[Array, "E M"],
-    first_host_page: Int32[Array, ""],
+    table: Int32[Array, "L E M"],
+    layer: Int32[Array, ""],
+    loads: PageLoads | None,
     *,
-    activation: str,
+    activation: Activation,
     biases: tuple[Float[Array, "E 2 f"], Float[Array, "E d"]] | None,
-    swiglu_alpha: float,
-    swiglu_limit: float,
-) -> Hidden:
+) -> tuple[Hidden, Pool]:
     width, d = view.page_shape
-    matrices = table.shape[1]
+    _, experts, matrices = table.shape
     rows = routing.row_tokens.shape[0]
     tile = rows // routing.tile_experts.shape[0]
     down_view = MemoryView(kind=view.kind, page_shape=(d, width), dtype=view.dtype, stride=view.stride)
     per_huge = pool.shape[1] // view.stride
 
+    if loads is not None:
+        sources, targets, count = (part[layer + 1] for part in loads[:3])
+        # The smaller of the number of tiles and 0 is 0, which XLA does not know: the loads wait for the router, thus
+        # for the mixer that reads the pool. With no such order XLA copies the whole pool for the reader.
+        pool = load_pages(pool, host_pages, sources, targets, count + jnp.minimum(routing.num_tiles, 0))
+
     def weight(expert: Array, matrix: int, view: MemoryView) -> Array:
-        page = table[expert, matrix]
+        page = table[layer, expert, matrix]
         words = lax.cond(
             page >= 0,
             lambda: lax.dynamic_slice(
                 pool, (page // per_huge, page % per_huge * view.stride), (1, view.words)
             ),
             lambda: lax.dynamic_slice(
-                host_pages, (first_host_page + expert * matrices + matrix, jnp.int32(0)), (1, view.words)
+                host_pages, ((layer * experts + expert) * matrices + matrix, jnp.int32(0)), (1, view.words)
             ),
         )
         return view.from_words(words[0]).astype(jnp.float32)
@@ -61,14 +68,6 @@ def paged_moe(
             return lax.dot_general(x, matrix, (((1,), (1,)), ((), ())))
         # The barrier keeps XLA from folding the conversion into a slow product of its own.
         return lax.dot_general(lax.optimization_barrier(matrix), x.T, (((1,), (0,)), ((), ()))).T
-
-    def activate(inner: list[Array]) -> Array:
-        if activation == "silu":
-            return jax.nn.silu(inner[0]) * inner[1]
-        if activation == "relu2":
-            return jnp.square(jax.nn.relu(inner[0]))
-        gate, up = jnp.minimum(inner[0], swiglu_limit), jnp.clip(inner[1], -swiglu_limit, swiglu_limit)
-        return gate * jax.nn.sigmoid(swiglu_alpha * gate) * (up + 1.0)
 
     # Rows that only fill a tile read zeros and add to a row past the end.
     row_weights = (
@@ -84,7 +83,7 @@ def paged_moe(
         inner = [product(weight(expert, matrix, view), x) for matrix in range(matrices - 1)]
         if biases is not None:
             inner = [part + biases[0][expert, i].astype(jnp.float32)[None] for i, part in enumerate(inner)]
-        h = activate(inner).astype(hidden.dtype).astype(jnp.float32)
+        h = activation(*inner).astype(hidden.dtype).astype(jnp.float32)
         y = product(weight(expert, matrices - 1, down_view), h)
         if biases is not None:
             y = y + biases[1][expert].astype(jnp.float32)[None]
@@ -94,4 +93,4 @@ def paged_moe(
     # Tiles come in the order of experts, so that a token's sum never depends on where weights are or who else is there.
     mixed = jnp.zeros((hidden.shape[0] + 1, d), jnp.float32)
     mixed = lax.fori_loop(jnp.int32(0), routing.num_tiles, compute_tile, mixed)
-    return mixed[:-1].astype(hidden.dtype)
+    return mixed[:-1].astype(hidden.dtype), pool
