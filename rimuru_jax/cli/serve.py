@@ -34,6 +34,12 @@ def serve(
     request_timeout: Annotated[
         float | None, typer.Option(help="Seconds after which a request is ended. Default: never.")
     ] = None,
+    enable_auto_tool_choice: Annotated[
+        bool, typer.Option("--enable-auto-tool-choice", help="Let models decide about tools.")
+    ] = False,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="How the model writes calls of tools: hermes or qwen3_coder.")
+    ] = None,
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that requests get to finish after SIGTERM.")
     ] = 30.0,
@@ -45,6 +51,7 @@ def serve(
         from rimuru_jax.server.config import ServerConfig
         from rimuru_jax.server.serve import listen
         from rimuru_jax.server.serve import serve as run
+        from rimuru_jax.server.tool_parsers import PARSERS
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"rimuru serve needs the package {error.name}: install rimuru-jax[server]"
@@ -52,6 +59,14 @@ def serve(
     for name, value in (("max-num-queued-reqs", max_num_queued_reqs), ("request-timeout", request_timeout)):
         if value is not None and value <= 0:
             raise ValueError(f"--{name} is {value:g}, it must be positive")
+    if tool_call_parser not in (None, *PARSERS):
+        raise ValueError(
+            f"--tool-call-parser is {tool_call_parser!r}, it must be one of {', '.join(PARSERS)}"
+        )
+    if enable_auto_tool_choice and tool_call_parser is None:
+        raise ValueError(
+            f"--enable-auto-tool-choice needs a --tool-call-parser, which is one of {', '.join(PARSERS)}"
+        )
     if shutdown_timeout < 0:
         raise ValueError(f"--shutdown-timeout is {shutdown_timeout:g}, it must not be negative")
     socket = listen(host, port)  # first: a port in use is known before anything is loaded
@@ -62,6 +77,7 @@ def serve(
             api_key=api_key,
             max_num_queued_reqs=max_num_queued_reqs,
             request_timeout=request_timeout,
+            tool_call_parser=tool_call_parser if enable_auto_tool_choice else None,
         )
         address = socket.getsockname()
         text = f"serving {config.served_model_name} on http://{address[0]}:{address[1]} (Ctrl-C ends it)"

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from rimuru_jax.server.tool_parsers import PARSERS, ToolParser
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
@@ -18,3 +20,8 @@ class ServerConfig:
     """Larger requests get status 413."""
     max_completions: int = 128
     """Completions of one HTTP request, prompts times `n`."""
+    tool_call_parser: str | None = None
+    """How the model writes calls of tools, for `tool_choice` "auto"; see `tool_parsers.PARSERS`. None: that is refused."""
+
+    def tool_parser(self) -> ToolParser | None:
+        return PARSERS[self.tool_call_parser] if self.tool_call_parser else None

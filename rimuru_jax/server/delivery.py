@@ -22,8 +22,8 @@ from rimuru_jax.server.config import ServerConfig
 from rimuru_jax.server.protocol import StreamOptions
 from rimuru_jax.server.refusals import RefusedError, client_gone
 
-type MakeChunk = Callable[[int, CompletionOutput, CompletionOutput | None], dict[str, Any]]
-"""Of a choice's index, its newest output and the one sent before: what a chunk of the stream says of it."""
+type MakeChunk = Callable[[int, CompletionOutput, CompletionOutput | None], dict[str, Any] | None]
+"""Of a choice's index, its newest output and the one sent before: what a chunk of the stream says of it, if anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +121,8 @@ class Delivery:
                             before is None
                             or part.token_ids != before.token_ids
                             or part.finished() != before.finished()
-                        ):
-                            body = {**head, "choices": [chunk(choice, part, before)]}
+                        ) and (said := chunk(choice, part, before)) is not None:
+                            body = {**head, "choices": [said]}
                             if options.include_usage or options.continuous_usage_stats:
                                 body["usage"] = (
                                     responses.usage(list(newest.values()))

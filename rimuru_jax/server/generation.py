@@ -15,6 +15,7 @@ from rimuru_jax.server.grammar_check import GrammarCheck
 from rimuru_jax.server.protocol import ChatCompletionRequest, CompletionRequest
 from rimuru_jax.server.refusals import RefusedError, check_model
 from rimuru_jax.server.text import ServedText
+from rimuru_jax.server.tools import ToolDeltas, ToolUse
 
 
 class Generation:
@@ -107,38 +108,48 @@ class Generation:
         except ValueError as error:
             raise RefusedError(400, str(error), param="top_logprobs") from error
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        params = self._params(body, max_tokens=limit, logprobs=top)
+        try:
+            use = ToolUse(body, self._config.tool_parser())
+        except ValueError as error:
+            raise RefusedError(400, str(error), param="tools") from error
+        params = self._params(body, max_tokens=limit, logprobs=top, structure=use.structure)
         await self._check_grammar(params.structured_outputs)
         ids = [await self._text.render(body)]
         name = _name(body.request_id, "chatcmpl")
         job = Job(name=name, prompts=ids, params=params, priority=body.priority)
         if body.stream:
+            streams = [ToolDeltas(use) for _ in range(params.n)]
 
-            def chunk(index: int, part: CompletionOutput, before: CompletionOutput | None) -> dict[str, Any]:
-                seen, tokens = (len(before.text), len(before.token_ids)) if before else (0, 0)
-                delta: dict[str, Any] = {"content": part.text[seen:]}
+            def chunk(
+                index: int, part: CompletionOutput, before: CompletionOutput | None
+            ) -> dict[str, Any] | None:
+                delta, parsed = streams[index].next(part.text, part.finished())
                 if before is None:
-                    delta["role"] = "assistant"
+                    delta = {"role": "assistant", "content": "", **delta}
+                elif not delta and not part.finished() and top is None:
+                    return None
                 return {
                     "index": index,
                     "delta": delta,
-                    "logprobs": responses.chat_logprobs(part, tokens, top or 0),
-                    "finish_reason": part.finish_reason,
+                    "logprobs": responses.chat_logprobs(
+                        part, len(before.token_ids) if before else 0, top or 0
+                    ),
+                    "finish_reason": use.finish_reason(parsed, part.finish_reason),
                 }
 
             head = responses.header(name, "chat.completion.chunk", self._config.served_model_name)
             return await self._delivery.stream(http, job, head, chunk, body.stream_options)
         (output,) = await self._delivery.whole(http, job)
-        choices = [
-            {
+        choices = []
+        for part in output.outputs:
+            message, parsed = use.message(part.text)
+            choices.append({
                 "index": part.index,
-                "message": {"role": "assistant", "content": part.text, "refusal": None},
+                "message": message,
                 "logprobs": responses.chat_logprobs(part, 0, top or 0),
-                "finish_reason": part.finish_reason,
+                "finish_reason": use.finish_reason(parsed, part.finish_reason),
                 "stop_reason": part.stop_reason,
-            }
-            for part in output.outputs
-        ]
+            })  # fmt: skip
         head = responses.header(name, "chat.completion", self._config.served_model_name)
         return JSONResponse({**head, "choices": choices, "usage": responses.usage([output])})
 
@@ -149,11 +160,9 @@ class Generation:
                 f"{count} completions were asked for in one request, it may have at most {self._config.max_completions}",
             )
 
-    def _params(
-        self, body: CompletionRequest | ChatCompletionRequest, *, max_tokens: int | None, logprobs: int | None
-    ) -> SamplingParams:
+    def _params(self, body: CompletionRequest | ChatCompletionRequest, **others: Any) -> SamplingParams:
         try:
-            return body.sampling_params(self._defaults, max_tokens=max_tokens, logprobs=logprobs)
+            return body.sampling_params(self._defaults, **others)
         except ValueError as error:
             raise RefusedError(400, str(error)) from error
 

@@ -58,9 +58,17 @@ class _Sampling(BaseModel):
     """vLLM's: fields of `StructuredOutputsParams`."""
 
     def sampling_params(
-        self, defaults: dict[str, Any], *, max_tokens: int | None, logprobs: int | None
+        self,
+        defaults: dict[str, Any],
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        structure: StructuredOutputsParams | None = None,
     ) -> SamplingParams:
-        """Raises ValueError in one sentence for values that are impossible or not supported."""
+        """Raises ValueError in one sentence for values that are impossible or not supported.
+
+        `structure` is what a choice of tools demands of the output.
+        """
         self._refuse_unsupported()
         names = (
             "n", "presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
@@ -75,8 +83,13 @@ class _Sampling(BaseModel):
             if wrong := [key for key in self.logit_bias if not (key.isascii() and key.isdigit())]:
                 raise ValueError(f"logit_bias has the key {wrong[0]!r}, but its keys are token ids")
             values["logit_bias"] = {int(key): value for key, value in self.logit_bias.items()}
+        own = self._structure()
+        if own is not None and structure is not None:
+            raise ValueError(
+                "tool_choice demands a call, so that response_format or structured_outputs cannot hold"
+            )
         return SamplingParams(
-            **values, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=self._structure()
+            **values, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=structure or own
         )
 
     def _structure(self) -> StructuredOutputsParams | None:
@@ -114,9 +127,6 @@ class _Sampling(BaseModel):
         ):
             if extra.get(name) not in harmless:
                 raise ValueError(f"{name} is {extra[name]!r}, but this server does not support it")
-        tool_choice = getattr(self, "tool_choice", None)
-        if tool_choice not in (None, "auto", "none"):
-            raise ValueError(f"tool_choice is {tool_choice!r}, but only 'auto' and 'none' are supported")
         for name in ("bad_words", "continue_final_message", "logits_processors"):
             if extra.get(name):
                 raise ValueError(f"{name} is not supported")
@@ -159,7 +169,9 @@ class ChatCompletionRequest(_Sampling):
     tools: list[dict[str, Any]] | None = None
     """Passed on to the model's chat template."""
     tool_choice: str | dict[str, Any] | None = None
-    """"auto" or "none", which keeps the tools from the template."""
+    """"auto", "required", the name of a function, or "none", which keeps the tools from the template."""
+    parallel_tool_calls: bool | None = None
+    """False: at most one call, where calls are required."""
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 

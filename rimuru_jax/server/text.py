@@ -1,7 +1,9 @@
 """Texts and conversations as token ids, and back, without holding up the event loop."""
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rimuru_jax.server.protocol import ChatCompletionRequest, TokenizeRequest
 from rimuru_jax.server.refusals import RefusedError
@@ -22,7 +24,8 @@ class ServedText:
 
     async def render(self, body: ChatCompletionRequest | TokenizeRequest) -> list[int]:
         """Token ids of a conversation, by the model's chat template."""
-        messages, kwargs = body.messages or [], body.chat_template_kwargs or {}
+        kwargs = body.chat_template_kwargs or {}
+        messages = [_with_parsed_arguments(message) for message in body.messages or []]
         # A template of the client's own would be a program of the client's own.
         if taken := sorted(
             {"chat_template", "messages", "tools", "tokenize", "add_generation_prompt"} & set(kwargs)
@@ -54,3 +57,26 @@ class ServedText:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids)) if self.tokenizer else ""
+
+
+def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Clients send the arguments of earlier calls as JSON text; templates expect objects."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    parsed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise RefusedError(
+                400, f"tool_calls has {call!r:.100}, it must have a 'function'", param="messages"
+            )
+        if isinstance(arguments := function.get("arguments"), str):
+            try:
+                function = function | {"arguments": json.loads(arguments or "{}")}
+            except (ValueError, RecursionError) as error:
+                raise RefusedError(
+                    400, f"arguments of a tool call are no JSON: {arguments!r:.100}", param="messages"
+                ) from error
+        parsed.append(call | {"function": function})
+    return message | {"tool_calls": parsed}

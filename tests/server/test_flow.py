@@ -309,6 +309,8 @@ def test_refusals_before_anything_is_loaded(capsys, tmp_path, monkeypatch):
     assert "--host" in refusal("--host", "256.1.1.1", "--port", "0")
     assert "No such option" in refusal("--prot", "1")
     assert "--max-num-queued-reqs is 0" in refusal("--max-num-queued-reqs", "0", "--port", "0")
+    assert "needs a --tool-call-parser" in refusal("--enable-auto-tool-choice", "--port", "0")
+    assert "it must be one of hermes, qwen3_coder" in refusal("--tool-call-parser", "x", "--port", "0")
     assert "no config.json" in refusal(str(tmp_path), "--port", "0")
     write_checkpoint(tmp_path / "model", "mixtral")
     assert "page_pool_bytes" in refusal(str(tmp_path / "model"), "--page-pool-bytes", "1KiB", "--port", "0")

@@ -37,7 +37,7 @@ def served() -> Iterator[tuple[Engine, str]]:
         max_num_batched_tokens=128,
         max_model_len=512,
     )
-    with running(engine, served_model_name="smol") as url:
+    with running(engine, served_model_name="smol", tool_call_parser="hermes") as url:
         yield engine, url
 
 
@@ -192,6 +192,85 @@ def test_structured_outputs_of_vllm(client):
     assert re.fullmatch(r"\([a-z]{3}\)", complete(grammar='start: "(" /[a-z]{3}/ ")"'))
 
 
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 12}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("get_weather", "get_time")
+]
+
+
+def streamed_calls(stream) -> tuple[str, list[tuple[str, str]], str]:
+    """Content, (name, arguments) of each call, and the reason of a stream, put together as clients do."""
+    content, calls, reason = "", [], ""
+    for chunk in stream:
+        choice = chunk.choices[0]
+        content += choice.delta.content or ""
+        for call in choice.delta.tool_calls or ():
+            if call.id is not None:
+                assert call.index == len(calls)
+                calls.append((call.function.name, ""))
+            name, arguments = calls[call.index]
+            calls[call.index] = (name, arguments + call.function.arguments)
+        reason = choice.finish_reason or reason
+    return content, calls, reason
+
+
+def test_required_and_named_tools(client):
+    options = {"model": "smol", "messages": QUESTION, "temperature": 0, "max_tokens": 60, "tools": TOOLS}
+    one = {"tool_choice": "required", "parallel_tool_calls": False}
+    choice = client.chat.completions.create(**options, **one).choices[0]
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert call.function.name in ("get_weather", "get_time") and set(json.loads(call.function.arguments)) == {
+        "city"
+    }
+    content, calls, reason = streamed_calls(client.chat.completions.create(**options, **one, stream=True))
+    assert (content, reason) == ("", "tool_calls")
+    assert calls == [(call.function.name, call.function.arguments)]
+
+    named = {"tool_choice": {"type": "function", "function": {"name": "get_time"}}}
+    choice = client.chat.completions.create(**options, **named).choices[0]
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "get_time" and choice.finish_reason == "stop"
+    content, calls, _ = streamed_calls(client.chat.completions.create(**options, **named, stream=True))
+    assert (content, calls) == ("", [("get_time", call.function.arguments)])
+
+
+def test_tools_that_the_model_chooses(client):
+    # A model of this size does not call tools by itself: a grammar makes it write what a larger one would.
+    written = 'Sure. <tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    options = {
+        "model": "smol", "messages": QUESTION, "temperature": 0, "max_tokens": 60, "tools": TOOLS,
+        "extra_body": {"structured_outputs": {"choice": [written]}},
+    }  # fmt: skip
+    choice = client.chat.completions.create(**options).choices[0]
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Paris"}')
+    assert (choice.message.content, choice.finish_reason) == ("Sure. ", "tool_calls")
+    streamed = streamed_calls(client.chat.completions.create(**options, stream=True))
+    assert streamed == ("Sure. ", [("get_weather", '{"city": "Paris"}')], "tool_calls")
+    answered = [
+        *QUESTION,
+        choice.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "Sunny."},
+    ]
+    options = {"model": "smol", "messages": answered, "temperature": 0, "max_tokens": 4, "tools": TOOLS}
+    free = client.chat.completions.create(**options).choices[0]
+    assert free.message.tool_calls is None and free.message.content
+    assert client.chat.completions.create(**options, tool_choice="none").choices[0].message.content
+
+
 def test_a_schema_that_takes_for_ever_is_stopped(served):
     endless = {"allOf": [{"type": "string", "pattern": f"a{{{i},}}b"} for i in range(40)]}
     check = GrammarCheck(served[0].grammars, seconds=0.5)
@@ -252,7 +331,10 @@ def test_metrics_and_pool(client, served):
         ("/v1/chat/completions", {"messages": QUESTION, "top_logprobs": 2}, 400, "wants logprobs to be true"),
         ("/v1/chat/completions", {"messages": QUESTION, "chat_template": "x"}, 400, "chat_template is not taken"),
         ("/v1/chat/completions", {"messages": QUESTION, "chat_template_kwargs": {"chat_template": "x"}}, 400, "no variable of templates"),
-        ("/v1/chat/completions", {"messages": QUESTION, "tool_choice": "required"}, 400, "tool_choice is 'required'"),
+        ("/v1/chat/completions", {"messages": QUESTION, "tool_choice": "required"}, 400, "but there are no tools"),
+        ("/v1/chat/completions", {"messages": QUESTION, "tools": [{}]}, 400, "tools[0] is {}"),
+        ("/v1/chat/completions", {"messages": QUESTION, "tools": [{"function": {"name": "f"}}], "tool_choice": "required", "response_format": {"type": "json_object"}}, 400, "tool_choice demands a call"),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, 400, "arguments of a tool call are no JSON"),
         ("/v1/completions", {"prompt": "x", "echo": True, "logprobs": 1}, 400, "echo is not supported together with logprobs"),
         ("/v1/chat/completions", {"messages": QUESTION, "response_format": {"type": "xml"}}, 400, "response_format.type is 'xml'"),
         ("/v1/chat/completions", {"messages": QUESTION, "response_format": {"type": "json_schema"}}, 400, "json_schema.schema is None"),
