@@ -19,7 +19,7 @@ LAYERS = (
     ("sampling", "serving_loop"),
     ("request_state",),
     ("engine",),
-    ("server",),
+    ("server", "bench"),
     ("cli",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from rimuru_jax.cli.bench import bench
 from rimuru_jax.cli.chat import chat
 from rimuru_jax.cli.convert import convert
 from rimuru_jax.cli.generate import generate
@@ -33,6 +34,7 @@ app = typer.Typer(
 for command in (generate, chat, serve, plan, convert):
     app.command()(command)
 app.add_typer(hotset, name="hotset")
+app.add_typer(bench, name="bench")
 
 
 def _version(wanted: bool) -> None:

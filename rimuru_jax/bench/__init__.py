@@ -1,0 +1,1 @@
+"""Load for OpenAI-compatible servers, this one or others, and what they make of it."""

@@ -1,0 +1,158 @@
+"""One streamed request after another against an OpenAI-compatible server, with the time of every token."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import httpx
+
+from rimuru_jax.bench.workload import BenchRequest
+
+type Backend = Literal["openai", "openai-chat"]
+
+ENDPOINTS: dict[Backend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+
+
+@dataclass(slots=True)
+class BenchResult:
+    """Of one request. Times are in seconds."""
+
+    start: float
+    """On the clock of `time.perf_counter`."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    ttft: float = 0.0
+    """Time to the first token."""
+    itl: list[float] = field(default_factory=list)
+    """Times between tokens that came one after another."""
+    latency: float = 0.0
+    """Time to the last token."""
+    error: str = ""
+    """Why it failed; empty if it did not."""
+
+    @property
+    def tpot(self) -> float:
+        """Mean time of each token after the first."""
+        return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where requests go, and what all of them say."""
+
+    base_url: str
+    endpoint: str
+    backend: Backend
+    model: str
+    body: dict[str, Any] = field(default_factory=dict)
+    """Further fields: temperature, ignore_eos, ..."""
+
+
+async def send(client: httpx.AsyncClient, target: Target, request: BenchRequest) -> BenchResult:
+    """Never raises for what a server or network does: the result says what went wrong."""
+    body: dict[str, Any] = {
+        "model": target.model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": request.output_tokens,
+        **target.body,
+    }
+    if target.backend == "openai":
+        body["prompt"] = request.prompt
+    else:
+        body["messages"] = [{"role": "user", "content": request.prompt}]
+    result = BenchResult(time.perf_counter(), prompt_tokens=request.prompt_tokens)
+    last, chunks = result.start, 0
+    try:
+        async with client.stream("POST", f"{target.base_url}{target.endpoint}", json=body) as answer:
+            if answer.status_code != 200:
+                text = (await answer.aread()).decode(errors="replace")
+                result.error = f"status {answer.status_code}: {text[:300]}"
+                return result
+            async for line in answer.aiter_lines():
+                if not line.startswith("data:"):
+                    continue
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    break
+                event = json.loads(data)
+                if "error" in event:
+                    result.error = str(event["error"])[:300]
+                    return result
+                now = time.perf_counter()
+                if _has_token(event):
+                    if chunks:
+                        result.itl.append(now - last)
+                    else:
+                        result.ttft = now - result.start
+                    chunks += 1
+                    last = now
+                if usage := event.get("usage"):
+                    result.prompt_tokens = usage.get("prompt_tokens", result.prompt_tokens)
+                    result.output_tokens = usage.get("completion_tokens", 0)
+    except (httpx.HTTPError, ValueError, OSError) as error:
+        result.error = f"{type(error).__name__}: {error}"
+        return result
+    result.output_tokens = result.output_tokens or chunks
+    result.latency = last - result.start
+    if not chunks:
+        result.error = "the answer had no tokens"
+    return result
+
+
+def _has_token(event: dict[str, Any]) -> bool:
+    for choice in event.get("choices") or ():
+        delta = choice.get("delta") or {}
+        if choice.get("text") or any(
+            delta.get(name) for name in ("content", "reasoning_content", "tool_calls")
+        ):
+            return True
+    return False
+
+
+async def run(
+    target: Target,
+    requests: Sequence[BenchRequest],
+    times: Sequence[float],
+    *,
+    max_concurrency: int | None = None,
+    headers: dict[str, str] | None = None,
+    done: Callable[[], None] = lambda: None,
+) -> tuple[list[BenchResult], float]:
+    """Send each request at its time; returns the results in order, and how many seconds it took.
+
+    With `max_concurrency` a request that is due waits until fewer are under way; its clock starts when it is sent.
+    """
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    slots = asyncio.Semaphore(max_concurrency or max(1, len(requests)))
+    async with httpx.AsyncClient(
+        headers=headers, timeout=httpx.Timeout(None, connect=30.0), limits=limits
+    ) as client:
+        begin = time.perf_counter()
+
+        async def one(request: BenchRequest, at: float) -> BenchResult:
+            await asyncio.sleep(begin + at - time.perf_counter())
+            async with slots:
+                result = await send(client, target, request)
+            done()
+            return result
+
+        results = await asyncio.gather(
+            *(one(request, at) for request, at in zip(requests, times, strict=True))
+        )
+        return results, time.perf_counter() - begin
+
+
+def served_model(base_url: str, headers: dict[str, str]) -> str:
+    """The first model that a server offers. Raises ValueError, in one sentence, if nothing answers there."""
+    try:
+        answer = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=30)
+        answer.raise_for_status()
+        return answer.json()["data"][0]["id"]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{base_url}/v1/models gives no model ({type(error).__name__}: {error}); is --base-url right?"
+        ) from error

@@ -1,0 +1,15 @@
+"""`rimuru bench`: benchmarks, one command per file."""
+
+import typer
+
+from rimuru_jax.cli.bench_serve import serve
+
+bench = typer.Typer(help="Benchmarks.", rich_markup_mode=None)
+
+
+@bench.callback()
+def root() -> None:
+    """Benchmarks."""  # with one command only, typer would leave the group out
+
+
+bench.command()(serve)
