@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +84,7 @@ class Case:
     logits: np.ndarray  # [LAYERS, tokens, experts]
     launches: int
     """Launches of one program: many if they are short, so that starting a program costs little."""
+    compiled: dict[tuple, Callable] = field(default_factory=dict)
 
     @classmethod
     def random(cls, shape: Shape, tokens: int, skew: float) -> "Case":
@@ -116,8 +117,8 @@ class Case:
     ) -> Callable[[], object]:
         """PROGRAMS programs of `launches` launches each, ready to run.
 
-        `routed`: tokens are grouped before, so that routing is not in the time. With `loads` the pool of `weights` is
-        donated and replaced. `valid`: whether there are any tokens but padding.
+        `routed`: tokens are grouped before, so that routing is not in the time; `valid`: whether these are any tokens
+        but padding. With `loads` the pool of `weights` is donated and replaced.
         """
         shape, launches = self.shape, launches or self.launches
         tile = mosaic_gpu.token_tile(self.tokens * shape.top_k, shape.experts)
@@ -155,7 +156,10 @@ class Case:
             given = [jax.jit(routing)(logits) for logits in given]
         args = [self.x, given, weights.pool, host, tables, loads]
         donated = (2,) if loads is not None else ()
-        compiled = jax.jit(program, donate_argnums=donated).lower(*args).compile()
+        key = (routed, contiguous, loads is None, launches)
+        if key not in self.compiled:
+            self.compiled[key] = jax.jit(program, donate_argnums=donated).lower(*args).compile()
+        compiled = self.compiled[key]
 
         def run():
             results = []
@@ -332,7 +336,7 @@ def bench_loads(shape: Shape, token_counts: list[int], launches: int):
         compute_us = statistics.median(r[0] for r in measure([compute], case.launches, launches))
         for share in (0.2, 0.5, 1, 2, 5):
             pages = max(1, round(share * compute_us / page_us))
-            for blocks in (4, 8, 16):
+            for blocks in (4, 8, 16) if share == 1 else (8,):
                 runs = [compute, prepared(pages, False, blocks), prepared(pages, True, blocks)]
                 rounds = measure(runs, case.launches, launches)
                 alone, load, both = (statistics.median(column) for column in zip(*rounds, strict=True))

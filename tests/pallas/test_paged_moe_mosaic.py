@@ -393,9 +393,12 @@ class OnCard:
         x = self.rng.normal(size=(count, self.d)).astype(np.float32)
         return jnp.asarray(x, jnp.bfloat16), jnp.asarray(mix / mix.sum(1, keepdims=True)), jnp.asarray(chosen)
 
-    def run(self, x, mix, chosen, valid, *, table=None, pool=None):
+    def run(self, x, mix, chosen, valid, **rest):
+        return self.run_both(x, mix, chosen, valid, **rest)[0]
+
+    def run_both(self, x, mix, chosen, valid, *, table=None, pool=None, **rest):
         tile = mosaic_gpu.token_tile(chosen.size, self.experts)
-        out, _ = _run(
+        return _run(
             x,
             mix,
             chosen,
@@ -406,8 +409,8 @@ class OnCard:
             view=self.view,
             tile=tile,
             sizes=None,
+            **rest,
         )
-        return out
 
     def dense(self, x, mix, chosen, chunk: int = 256) -> np.ndarray:
         """Every expert for every token in float32, without any rounding in between."""
@@ -474,3 +477,46 @@ class TestOnCard:
         x, mix = x.at[~valid].set(jnp.nan), mix.at[~valid].set(jnp.nan)
         got = on_card.run(x, mix, chosen, valid)
         assert (got == wanted).all() and (got[~valid] == 0).all() and (got[valid] != 0).any()
+
+    @pytest.mark.parametrize(("count", "loaded", "blocks"), [(1, 3, 8), (64, 40, 8), (2048, 90, 16)])
+    def test_loads_pages_meanwhile(self, on_card, count, loaded, blocks):
+        x, mix, chosen = on_card.tokens(count, 0.5)
+        valid = np.ones(count, bool)
+        alone = on_card.run(x, mix, chosen, valid)
+        pages = len(on_card.pool)
+        free = on_card.rng.choice(pages - 3 * on_card.experts - 9, loaded, replace=False)
+        sources = 3 * on_card.experts + on_card.rng.permutation(3 * on_card.experts)[:loaded]
+        loads = page_loads(sources, free, blocks)
+        got, pool = on_card.run_both(x, mix, chosen, valid, loads=loads)
+        assert (got == alone).all()
+        assert (pool[free] == on_card.host[sources]).all()
+        others = np.setdiff1d(on_card.rng.integers(1, pages, 500), free)
+        assert (pool[others] == on_card.pool[others]).all()
+
+    @pytest.mark.parametrize("count", [3, 500])
+    def test_clamped_experts_with_biases(self, on_card, count):
+        x, mix, chosen = on_card.tokens(count, 0.5)
+        sizes = (on_card.experts, 2, on_card.f), (on_card.experts, on_card.d)
+        biases = tuple(jnp.asarray(on_card.rng.normal(size=size), jnp.bfloat16) for size in sizes)
+        got = on_card.run(x, mix, chosen, np.ones(count, bool), activation="clamped_swiglu", biases=biases)
+        wanted = np.asarray(_dense_clamped(on_card.weights, x, mix, chosen, *biases))
+        assert np.linalg.norm(np.asarray(got, np.float32) - wanted) <= TOLERANCE * np.linalg.norm(wanted)
+
+
+@jax.jit
+def _dense_clamped(weights, x, mix, chosen, inner_bias, outer_bias):
+    """Experts of gpt_oss, every one for every token, in float32."""
+    experts, _, f, d = weights.shape
+    dot = functools.partial(jnp.matmul, precision="highest", preferred_element_type=jnp.float32)
+    x = x.astype(jnp.float32)
+
+    def add_expert(e, total):
+        w1, w3, w2 = weights[e].astype(jnp.float32)
+        bias = inner_bias[e].astype(jnp.float32)
+        gate = jnp.minimum(dot(x, w1.T) + bias[0][None], LIMIT)
+        up = jnp.clip(dot(x, w3.T) + bias[1][None], -LIMIT, LIMIT)
+        out = dot(gate * jax.nn.sigmoid(1.702 * gate) * (up + 1), w2.reshape(d, f).T)
+        share = jnp.sum(jnp.where(chosen == e, mix, 0), axis=1, keepdims=True)
+        return total + share * (out + outer_bias[e].astype(jnp.float32)[None])
+
+    return jax.lax.fori_loop(0, experts, add_expert, jnp.zeros(x.shape, jnp.float32))
