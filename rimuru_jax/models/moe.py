@@ -30,7 +30,12 @@ def moe(
         scale=layer.scale,
     )
     pairs = x.shape[0] * layer.num_experts_per_tok
-    routing = group_tokens(chosen, step.valid, layer.num_experts, tile=token_tile(pairs, layer.num_experts))
+    routing = group_tokens(
+        chosen,
+        step.valid,
+        layer.num_experts,
+        tile=token_tile(pairs, layer.num_experts, step.spec.expert_view, layer.matrices),
+    )
     biases = None
     if layer.expert_bias:
         biases = params["expert_gate_up_bias"], params["expert_down_bias"]

@@ -9,15 +9,17 @@ from rimuru_jax.pallas.moe_routing import Routing
 from rimuru_jax.pallas.page_loads import PageLoads
 from rimuru_jax.pallas.paged_moe import mosaic_gpu, reference
 from rimuru_jax.pallas.paged_moe.activations import MATRICES, activation_named
+from rimuru_jax.pallas.paged_moe.tuning import Experts, tuned
 
 AVAILABLE = ("reference", "mosaic_gpu")
 
 
-def token_tile(pairs: int, num_experts: int) -> int:
-    """Rows of a tile that suit the implementation this device has: a power of two."""
-    if resolve("paged_moe", None, AVAILABLE) == "mosaic_gpu":
-        return mosaic_gpu.token_tile(pairs, num_experts)
-    return reference.token_tile(pairs, num_experts)
+def token_tile(pairs: int, num_experts: int, view: MemoryView, matrices: int) -> int:
+    """Rows of a tile that suit the implementation this device has, for (token, expert) pairs: a power of two."""
+    if resolve("paged_moe", None, AVAILABLE) != "mosaic_gpu":
+        return reference.token_tile(pairs, num_experts)
+    sizes = tuned(Experts.of(view, num_experts, matrices), pairs)
+    return mosaic_gpu.token_tile(pairs, num_experts) if sizes is None else sizes["tile"]
 
 
 def paged_moe(
