@@ -73,14 +73,6 @@ class Chunks(NamedTuple):
         return outputs.at[chunk, :, place].get(mode="fill", fill_value=0)
 
 
-def decode_rows(
-    pages: Int32[Array, " S"], query_start: Int32[Array, " S+1"], has_state: Bool[Array, " S"]
-) -> Int32[Array, "4 S"]:
-    """(page, token, whether the page holds a state, whether the row is a decode, of one token) of each row."""
-    is_decode = query_start[1:] - query_start[:-1] == 1
-    return jnp.stack([pages, query_start[:-1], has_state.astype(jnp.int32), is_decode.astype(jnp.int32)])
-
-
 def update_in_place[T](
     pool: Pool, view: MemoryView, row: tuple[int, ...], kernels: Callable[[Any], T]
 ) -> tuple[T, Pool]:

@@ -7,17 +7,21 @@
 
 Both sums over dk stay inside a thread: no shuffles, no scratch, and no barrier between threads, because a thread reads
 only what it wrote itself or what TMA brought. k and q are read as scalars; a turn of UNROLL rows loads before it
-stores, so that these become wide loads.
+stores, so that these become wide loads. Each thread adds up their squares on the way: the norms cost no launch of XLA's.
 """
 
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from rimuru_jax.pallas.gated_delta_rule.reference import EPSILON
+from rimuru_jax.pallas.mosaic_rows import clear_padding, this_row
 
 PIECE = 32
 """Rows of the state that arrive and leave together."""
@@ -30,33 +34,38 @@ CHAINS = 4
 def step_rows(
     out: Any,
     states: Any,
-    rows: Int32[Array, "4 S"],
-    q: Float32[Array, "T Hk dk"],
-    k: Float32[Array, "T Hk dk"],
-    v: Float32[Array, "T Hv dv"],
+    q: Float[Array, "T Hk dk"],
+    k: Float[Array, "T Hk dk"],
+    v: Float[Array, "T Hv dv"],
     log_decay: Float32[Array, "T Hv"],
     beta: Float32[Array, "T Hv"],
+    pages: Int32[Array, " S"],
+    query_start: Int32[Array, " S+1"],
+    has_state: Bool[Array, " S"],
     *,
     interpret: Any,
-) -> None:
-    """Write the outputs of decode rows to `out`, a Ref of `[T, Hv, dv]`, and their states to `states`.
+) -> Any:
+    """Write the outputs of rows of one token to `out`, a Ref of `[T, Hv, dv]`, and their states to `states`.
 
-    `states` is a Ref of `[pages, rows of a page, dv]`; row i of head h is row `h * dk + i`. q and k are normalised.
-    `rows`: of `ragged.decode_rows`.
+    `states` is a Ref of `[pages, rows of a page, dv]`; row i of head h is row `h * dk + i`. If `out` is None, no row has
+    more than one token, and the outputs, zeros for padding, are returned instead.
     """
     _, key_heads, dk = q.shape
     _, value_heads, dv = v.shape
     turns, turns_per_piece = dk // UNROLL, PIECE // UNROLL
+    f32 = jnp.float32
 
     def body(
-        rows,  # [4, S]
         q,  # [T, Hk, dk]
         k,  # [T, Hk, dk]
         v,  # [T, Hv, dv]
         log_decay,  # [T, Hv]
         beta,  # [T, Hv]
+        pages,  # [S]
+        query_start,  # [S + 1]
+        has_state,  # [S]
         states,  # [P, page rows, dv]
-        out,  # [T, Hv, dv]
+        out_ref,  # [T, Hv, dv]
         s_smem,  # [dk, dv]
         q_smem,  # [dk]
         k_smem,  # [dk]
@@ -65,53 +74,63 @@ def step_rows(
         s_ready,  # [pieces] barriers
         qkv_ready,
     ):
-        row, head = lax.axis_index("row"), lax.axis_index("head")
-        page, token, has_state, is_decode = (rows[i, row] for i in range(4))
+        head = lax.axis_index("head")
+        page, token, carries, is_decode = this_row(pages, query_start, has_state)
 
         def in_page(first):
             return states.at[page, pl.ds(head * dk + first, PIECE)]
 
         def load(ref, turn):
-            return [ref[turn * UNROLL + i].astype(jnp.float32) for i in range(UNROLL)]
+            return [ref[turn * UNROLL + i].astype(f32) for i in range(UNROLL)]
 
         def add(sums, terms):
             return tuple(sum(terms[i::CHAINS], x) for i, x in enumerate(sums))
 
-        @pl.when(is_decode == 1)
-        def _():
-            key_head = lax.div(head, jnp.int32(value_heads // key_heads))
-            for source, target in ((k.at[token, key_head], k_smem), (q.at[token, key_head], q_smem), (v.at[token, head], v_smem)):  # fmt: skip
-                plgpu.copy_gmem_to_smem(source, target, qkv_ready)
+        def inverse_norm(squares):
+            return lax.rsqrt(functools.reduce(jnp.add, squares) + EPSILON)
 
-            @pl.when(has_state == 1)
+        @pl.when(is_decode)
+        def _():
+            @pl.when(carries)
             def _():
                 for i in range(dk // PIECE):
                     rows = pl.ds(i * PIECE, PIECE)
                     plgpu.copy_gmem_to_smem(in_page(i * PIECE), s_smem.at[rows], s_ready.at[i])
 
-            @pl.when(has_state == 0)
+            key_head = lax.div(head, jnp.int32(value_heads // key_heads))
+            for source, target in ((k.at[token, key_head], k_smem), (q.at[token, key_head], q_smem), (v.at[token, head], v_smem)):  # fmt: skip
+                plgpu.copy_gmem_to_smem(source, target, qkv_ready)
+
+            @pl.when(jnp.logical_not(carries))
             def _():
                 @pl.loop(0, dk)
                 def _(i):
                     s_smem[i] = jnp.zeros((dv,), s_smem.dtype)
 
-            decay = jnp.exp(log_decay[token, head])
+            decay, rate = jnp.exp(log_decay[token, head]), beta[token, head]
             plgpu.barrier_wait(qkv_ready)
-            zeros = (jnp.zeros((dv,), jnp.float32),) * CHAINS
+            none = (jnp.float32(0),) * CHAINS
+            zeros = (jnp.zeros((dv,), f32),) * CHAINS
 
             def read(turn, sums):
+                squares, sums = sums
                 starts_piece = lax.rem(turn, jnp.int32(turns_per_piece)) == 0
 
-                @pl.when(jnp.logical_and(starts_piece, has_state == 1))
+                @pl.when(jnp.logical_and(starts_piece, carries))
                 def _():
                     plgpu.barrier_wait(s_ready.at[lax.div(turn, jnp.int32(turns_per_piece))])
 
-                return add(sums, [x * s for x, s in zip(load(k_smem, turn), load(s_smem, turn), strict=True)])
+                ks, old = load(k_smem, turn), load(s_smem, turn)
+                products = [x * s for x, s in zip(ks, old, strict=True)]
+                return add(squares, [x * x for x in ks]), add(sums, products)
 
-            seen = functools.reduce(jnp.add, lax.fori_loop(0, turns, read, zeros))
-            added = (v_smem[...] - decay * seen) * beta[token, head]
+            squares, sums = lax.fori_loop(0, turns, read, (none, zeros))
+            k_scale = inverse_norm(squares)
+            seen = functools.reduce(jnp.add, sums) * k_scale
+            added = (v_smem[...].astype(f32) - decay * seen) * (rate * k_scale)
 
             def write(turn, sums):
+                squares, sums = sums
                 ks, qs, old = load(k_smem, turn), load(q_smem, turn), load(s_smem, turn)
                 new = [decay * s + x * added for x, s in zip(ks, old, strict=True)]
                 for i, s in enumerate(new):
@@ -123,29 +142,35 @@ def step_rows(
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(s_smem.at[pl.ds(first, PIECE)], in_page(first))
 
-                return add(sums, [x * s for x, s in zip(qs, new, strict=True)])
+                products = [x * s for x, s in zip(qs, new, strict=True)]
+                return add(squares, [x * x for x in qs]), add(sums, products)
 
-            o_smem[...] = functools.reduce(jnp.add, lax.fori_loop(0, turns, write, zeros)).astype(
-                o_smem.dtype
-            )
+            squares, sums = lax.fori_loop(0, turns, write, (none, zeros))
+            q_scale = inverse_norm(squares) * dk**-0.5
+            o_smem[...] = (functools.reduce(jnp.add, sums) * q_scale).astype(o_smem.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(o_smem, out.at[token, head])
+            plgpu.copy_smem_to_gmem(o_smem, out_ref.at[token, head])
             plgpu.wait_smem_to_gmem(0)
+
+        if out is None:
+            clear_padding(out_ref, query_start, o_smem, plgpu.Layout.WG_STRIDED((dv,), vec_size=1))
 
     kernel = plgpu.kernel(
         body,
-        grid=(value_heads, rows.shape[1]),
+        out_type=jax.ShapeDtypeStruct(v.shape, v.dtype) if out is None else (),
+        grid=(value_heads, pages.shape[0]),
         grid_names=("head", "row"),
         scratch_types=[
             plgpu.SMEM((dk, dv), states.dtype),
-            plgpu.SMEM((dk,), jnp.float32),
-            plgpu.SMEM((dk,), jnp.float32),
-            plgpu.SMEM((dv,), jnp.float32),
-            plgpu.SMEM((dv,), out.dtype),
+            plgpu.SMEM((dk,), q.dtype),
+            plgpu.SMEM((dk,), k.dtype),
+            plgpu.SMEM((dv,), v.dtype),
+            plgpu.SMEM((dv,), v.dtype),
             plgpu.Barrier(num_barriers=dk // PIECE),
             plgpu.Barrier(num_arrivals=3),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
-    kernel(rows, q, k, v, log_decay, beta, states, out)
+    refs = (states,) if out is None else (states, out)
+    return kernel(q, k, v, log_decay, beta, pages, query_start, has_state.astype(jnp.int32), *refs)

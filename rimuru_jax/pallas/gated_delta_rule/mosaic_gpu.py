@@ -11,9 +11,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from rimuru_jax.array_types import Pool
 from rimuru_jax.pallas.gated_delta_rule import mosaic_decode, mosaic_prefill
-from rimuru_jax.pallas.gated_delta_rule.reference import unit
 from rimuru_jax.pallas.memory_view import MemoryView
-from rimuru_jax.pallas.ragged import Chunks, decode_rows, update_in_place
+from rimuru_jax.pallas.ragged import Chunks, update_in_place
 
 
 def refusal(
@@ -50,28 +49,17 @@ def gated_delta_rule(
     """
 
     def kernels(states: Any) -> Array:
-        if max_query_len == 1:
-            out = jnp.zeros(v.shape, v.dtype)
-        else:
+        out = None
+        if max_query_len > 1:
             chunks = Chunks.cut(query_start, v.shape[0])
             operands = mosaic_prefill.within_chunks(*map(chunks.take, (q, k, v, log_decay, beta)))
-            out = chunks.put(
-                mosaic_prefill.pass_over_chunks(
-                    states, chunks, pages, has_state, operands, interpret=interpret
-                )
+            prefills = mosaic_prefill.pass_over_chunks(
+                states, chunks, pages, has_state, operands, interpret=interpret
             )
-        out = jax.new_ref(out)
-        mosaic_decode.step_rows(
-            out,
-            states,
-            decode_rows(pages, query_start, has_state),
-            unit(q) * q.shape[2] ** -0.5,
-            unit(k),
-            v.astype(jnp.float32),
-            log_decay,
-            beta,
-            interpret=interpret,
+            out = jax.new_ref(chunks.put(prefills))
+        decodes = mosaic_decode.step_rows(
+            out, states, q, k, v, log_decay, beta, pages, query_start, has_state, interpret=interpret
         )
-        return jax.freeze(out)
+        return decodes if out is None else jax.freeze(out)
 
     return update_in_place(pool, view, v.shape[2:], kernels)

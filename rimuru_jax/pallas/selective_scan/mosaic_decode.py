@@ -4,16 +4,21 @@ block = (row, head)            one warpgroup; a state `[p, n]` lies over its thr
 page --TMA--> shared memory    PIECE columns at a time, each piece with its barrier
 h <- decay h + (dt x) B^T      a piece goes back by TMA as soon as it is done
 out = h C + D x                products are summed over pieces first, then over the few threads that share a row
+
+Pieces are a loop, so that a thread needs few registers and shared memory alone limits the blocks under way. The operands
+of a token come as they are: a launch less for each that XLA would convert.
 """
 
-import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from rimuru_jax.pallas.mosaic_rows import clear_padding, this_row
 
 PIECE = 32
 """Columns of the state that arrive and leave together."""
@@ -22,34 +27,39 @@ PIECE = 32
 def step_rows(
     out: Any,
     states: Any,
-    rows: Int32[Array, "4 S"],
-    x: Float32[Array, "T nh p"],
+    x: Float[Array, "T nh p"],
     dt: Float32[Array, "T nh"],
-    decay: Float32[Array, "T nh"],
-    B: Float32[Array, "T g n"],
-    C: Float32[Array, "T g n"],
-    D: Float32[Array, " nh"],
+    A: Float32[Array, " nh"],
+    B: Float[Array, "T g n"],
+    C: Float[Array, "T g n"],
+    D: Float[Array, " nh"],
+    pages: Int32[Array, " S"],
+    query_start: Int32[Array, " S+1"],
+    has_state: Bool[Array, " S"],
     *,
     interpret: Any,
-) -> None:
-    """Write the outputs of decode rows to `out`, a Ref of `[T, nh, p]`, and their states to `states`.
+) -> Any:
+    """Write the outputs of rows of one token to `out`, a Ref of `[T, nh, p]`, and their states to `states`.
 
-    `states` is a Ref of `[pages, rows of a page, n]`; row i of head h is row `h * p + i`. `rows`: of `ragged.decode_rows`.
+    `states` is a Ref of `[pages, rows of a page, n]`; row i of head h is row `h * p + i`. If `out` is None, no row has
+    more than one token, and the outputs, zeros for padding, are returned instead.
     """
     _, heads, p = x.shape
     _, groups, n = B.shape
-    pieces = n // PIECE
+    f32 = jnp.float32
 
     def body(
-        rows,  # [4, S]
         x,  # [T, nh, p]
         dt,  # [T, nh]
-        decay,  # [T, nh]
+        A,  # [nh]
         B,  # [T, g, n]
         C,  # [T, g, n]
         D,  # [nh]
+        pages,  # [S]
+        query_start,  # [S + 1]
+        has_state,  # [S]
         states,  # [P, page rows, n]
-        out,  # [T, nh, p]
+        out_ref,  # [T, nh, p]
         s_smem,  # [pieces, p, PIECE]
         x_smem,  # [p]
         b_smem,  # [n]
@@ -58,61 +68,71 @@ def step_rows(
         s_ready,  # [pieces] barriers
         ready,
     ):
-        row, head = lax.axis_index("row"), lax.axis_index("head")
-        page, token, has_state, is_decode = (rows[i, row] for i in range(4))
+        head = lax.axis_index("head")
+        page, token, carries, is_decode = this_row(pages, query_start, has_state)
         per_row, per_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
         def in_page(piece):
             return states.at[page, pl.ds(head * p, p), pl.ds(piece * PIECE, PIECE)]
 
         def columns(ref, piece):
-            values = plgpu.load(ref.at[pl.ds(piece * PIECE, PIECE)], layout=per_column, optimized=False)
-            return lax.broadcast_in_dim(values, (p, PIECE), [1])
+            first = pl.multiple_of(piece * PIECE, PIECE)
+            values = plgpu.load(ref.at[pl.ds(first, PIECE)], layout=per_column, optimized=False)
+            return lax.broadcast_in_dim(values.astype(f32), (p, PIECE), [1])
 
-        @pl.when(is_decode == 1)
+        @pl.when(is_decode)
         def _():
-            for piece in range(pieces):
+            for piece in range(n // PIECE):
                 plgpu.copy_gmem_to_smem(in_page(piece), s_smem.at[piece], s_ready.at[piece])
             group = lax.div(head, jnp.int32(heads // groups))
             for source, target in ((x.at[token, head], x_smem), (B.at[token, group], b_smem), (C.at[token, group], c_smem)):  # fmt: skip
                 plgpu.copy_gmem_to_smem(source, target, ready)
+            step, through = dt[token, head], D[head].astype(f32)
+            decay = jnp.exp(step * A[head])
             plgpu.barrier_wait(ready)
-            inputs = plgpu.load(x_smem, layout=per_row, optimized=False)
-            added = lax.broadcast_in_dim(inputs * dt[token, head], (p, PIECE), [0])
-            products = []
-            for piece in range(pieces):
+            inputs = plgpu.load(x_smem, layout=per_row, optimized=False).astype(f32)
+            added = lax.broadcast_in_dim(inputs * step, (p, PIECE), [0])
+
+            def advance(piece, products):
                 plgpu.barrier_wait(s_ready.at[piece])
-                state = plgpu.layout_cast(s_smem[piece].astype(jnp.float32), plgpu.Layout.WGMMA)
+                state = plgpu.layout_cast(s_smem[piece].astype(f32), plgpu.Layout.WGMMA)
                 # A page without a state may hold anything, NaN included.
-                carried = jnp.broadcast_to(has_state != 0, state.shape)
-                state = jnp.where(carried, state * decay[token, head], jnp.zeros_like(state))
+                state = jnp.where(
+                    jnp.broadcast_to(carries, state.shape), state * decay, jnp.zeros_like(state)
+                )
                 state += added * columns(b_smem, piece)
                 s_smem[piece] = state.astype(s_smem.dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(s_smem.at[piece], in_page(piece))
-                products.append(state * columns(c_smem, piece))
-            result = functools.reduce(jnp.add, products).sum(axis=1) + inputs * D[head]
-            o_smem[...] = result.astype(o_smem.dtype)
+                return products + state * columns(c_smem, piece)
+
+            nothing = plgpu.layout_cast(jnp.zeros((p, PIECE), f32), plgpu.Layout.WGMMA)
+            products = lax.fori_loop(0, n // PIECE, advance, nothing)
+            o_smem[...] = (products.sum(axis=1) + inputs * through).astype(o_smem.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(o_smem, out.at[token, head])
+            plgpu.copy_smem_to_gmem(o_smem, out_ref.at[token, head])
             plgpu.wait_smem_to_gmem(0)
 
-    f32 = jnp.float32
+        if out is None:
+            clear_padding(out_ref, query_start, o_smem, per_row)
+
     kernel = plgpu.kernel(
         body,
-        grid=(heads, rows.shape[1]),
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype) if out is None else (),
+        grid=(heads, pages.shape[0]),
         grid_names=("head", "row"),
         scratch_types=[
-            plgpu.SMEM((pieces, p, PIECE), states.dtype),
-            plgpu.SMEM((p,), f32),
-            plgpu.SMEM((n,), f32),
-            plgpu.SMEM((n,), f32),
-            plgpu.SMEM((p,), out.dtype),
-            plgpu.Barrier(num_barriers=pieces),
+            plgpu.SMEM((n // PIECE, p, PIECE), states.dtype),
+            plgpu.SMEM((p,), x.dtype),
+            plgpu.SMEM((n,), B.dtype),
+            plgpu.SMEM((n,), C.dtype),
+            plgpu.SMEM((p,), x.dtype),
+            plgpu.Barrier(num_barriers=n // PIECE),
             plgpu.Barrier(num_arrivals=3),
         ],
         # No barrier between threads is missing: each reads what it wrote itself or what TMA brought.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
-    kernel(rows, x, dt, decay, B, C, D, states, out)
+    refs = (states,) if out is None else (states, out)
+    return kernel(x, dt, A, B, C, D, pages, query_start, has_state.astype(jnp.int32), *refs)

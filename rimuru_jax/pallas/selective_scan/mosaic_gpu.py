@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from rimuru_jax.array_types import Pool
 from rimuru_jax.pallas.memory_view import MemoryView
-from rimuru_jax.pallas.ragged import Chunks, decode_rows, update_in_place
+from rimuru_jax.pallas.ragged import Chunks, update_in_place
 from rimuru_jax.pallas.selective_scan import mosaic_decode, mosaic_prefill
 
 MOST_ELEMENTS = 8192
@@ -54,34 +54,21 @@ def selective_scan(
 
     `interpret`: an `InterpretGPUParams` runs the kernels on a CPU, slowly.
     """
-    D = D.astype(jnp.float32)
 
     def kernels(states: Any) -> Array:
-        if max_query_len == 1:
-            out = jnp.zeros(x.shape, x.dtype)
-        else:
+        out = None
+        if max_query_len > 1:
             chunks = Chunks.cut(query_start, x.shape[0])
             operands = mosaic_prefill.within_chunks(
                 chunks.take(x), chunks.take(dt), A, chunks.take(B), chunks.take(C)
             )
-            out = chunks.put(
-                mosaic_prefill.pass_over_chunks(
-                    states, chunks, pages, has_state, D, operands, interpret=interpret
-                )
+            prefills = mosaic_prefill.pass_over_chunks(
+                states, chunks, pages, has_state, D.astype(jnp.float32), operands, interpret=interpret
             )
-        out = jax.new_ref(out)
-        mosaic_decode.step_rows(
-            out,
-            states,
-            decode_rows(pages, query_start, has_state),
-            x.astype(jnp.float32),
-            dt,
-            jnp.exp(dt * A[None, :]),
-            B.astype(jnp.float32),
-            C.astype(jnp.float32),
-            D,
-            interpret=interpret,
+            out = jax.new_ref(chunks.put(prefills))
+        decodes = mosaic_decode.step_rows(
+            out, states, x, dt, A, B, C, D, pages, query_start, has_state, interpret=interpret
         )
-        return jax.freeze(out)
+        return decodes if out is None else jax.freeze(out)
 
     return update_in_place(pool, view, B.shape[2:], kernels)
