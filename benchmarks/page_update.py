@@ -1,6 +1,6 @@
 """Device time of page writes: the Mosaic GPU kernels beside the XLA formulation (the reference), on one GPU.
 
-    python -m benchmarks.page_update [--rounds 10]
+    python -m benchmarks.page_update [--rounds 10] [--only write_kv]
 
 Expert pages of Qwen3-30B-A3B (2048 x 768, 3 MiB), keys and values of 4 heads of 128 in pages of 16 tokens, random places in
 a pool of 16 GB. A program runs CALLS or WRITES calls over places of their own; the two sides take turns, and the median round
@@ -23,9 +23,9 @@ from rimuru_jax.pallas.memory_view import MemoryView
 from rimuru_jax.pallas.page_update import mosaic_gpu, reference
 
 CALLS = 8
-WRITES = 32
-"""Calls of `write_kv` in a program, which are short."""
-PROGRAMS = 3
+WRITES, SETS = 64, 4
+"""Calls of `write_kv` in a program, which are short, and different inputs that they have in turn."""
+PROGRAMS = 5
 WORDS = 2048 * 768
 PAGES = 5200
 HOST_PAGES = 1024
@@ -36,19 +36,19 @@ type Update = Callable[..., Array]
 
 
 class Program:
-    """Calls of one kind, as many as the inputs have rows, in one program; the pool is passed on from side to side."""
+    """`count` calls of one kind in one program; the pool is passed on from side to side."""
 
-    def __init__(self, update: Update, inputs: tuple[Array, ...], shared: tuple[Array, ...]):
+    def __init__(self, update: Update, inputs: tuple[Array, ...], shared: tuple[Array, ...], count: int):
         one = jax.jit(update)  # lowered once for all calls
 
         def calls(pool: Array, inputs: list[tuple[Array, ...]], shared: tuple[Array, ...]) -> Array:
-            for row in inputs:
-                pool = one(pool, *shared, *row)
+            for index in range(count):
+                pool = one(pool, *shared, *inputs[index % len(inputs)])
             return pool
 
-        self.count = inputs[0].shape[0]
+        self.count, self.shared = count, shared
         # Apart from each other, so that nothing is copied out of one array.
-        self.inputs, self.shared = [tuple(x[i] for x in inputs) for i in range(self.count)], shared
+        self.inputs = [tuple(x[i] for x in inputs) for i in range(inputs[0].shape[0])]
         self.calls = jax.jit(calls, donate_argnums=0)
 
     def seconds(self, pool: Array) -> tuple[Array, float]:
@@ -69,10 +69,10 @@ def kv_case(tokens: int) -> tuple[tuple[Array, ...], list[Update], float]:
     """Inputs, the kernel and the reference, and the bytes read and written."""
     # A step of decodes has one token a page, a prefill fills pages.
     per_page = 1 if tokens <= 256 else 16
-    pages = jnp.repeat(random_places(490_000, tokens // per_page, 0, WRITES) + 1, per_page, axis=1)
+    pages = jnp.repeat(random_places(490_000, tokens // per_page, 0, SETS) + 1, per_page, axis=1)
     offsets = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32) % 16, pages.shape)
     keys, values = (
-        jax.random.normal(jax.random.key(i), (WRITES, tokens, 4, 128)).astype(jnp.bfloat16) for i in (0, 1)
+        jax.random.normal(jax.random.key(i), (SETS, tokens, 4, 128)).astype(jnp.bfloat16) for i in (0, 1)
     )
 
     def kernel(pool, *rest):
@@ -106,6 +106,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--only", default="", help="calls whose names have this in them")
     args = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, Python {platform.python_version()}, "
           f"{args.rounds} rounds of {PROGRAMS} programs of {CALLS} calls\n")  # fmt: skip
@@ -118,8 +119,9 @@ def main() -> None:
         *((f"load_pages, {n} pages", (host,), *copy_case("load_pages", n)) for n in (1, 3, 24, 96)),
         *((f"move_pages, {n} pages", (), *copy_case("move_pages", n)) for n in (1, 3, 24, 96)),
     ]
-    for name, shared, inputs, updates, moved in cases:
-        sides = [Program(update, inputs, shared) for update in updates]
+    for name, shared, inputs, updates, moved in (case for case in cases if args.only in case[0]):
+        count = WRITES if name.startswith("write") else CALLS
+        sides = [Program(update, inputs, shared, count) for update in updates]
         times: list[list[float]] = [[], []]
         for round_ in range(args.rounds + 2):
             for measured, side in zip(times, sides, strict=True):

@@ -1,15 +1,18 @@
-"""The operators with a state per sequence: their Mosaic GPU kernels against the reference operators in XLA, on one GPU.
+"""Device time of the recurrent operators: the Mosaic GPU kernels beside the reference in XLA, on one GPU.
 
-    python benchmarks/recurrent_kernels.py [--rounds 10] [--launches 10]
+    python -m benchmarks.recurrent_kernels [--rounds 10] [--launches 10]
 
 Random data at the shapes of Qwen3-Next (gated delta rule, convolution) and Nemotron-3-Nano (selective scan); float32
-states in random pages. A program runs LAYERS calls, each over pages of its own, so that no state is left in the cache
-from the call before, and each feeding its outputs to the next. The two sides take turns: a round is `launches` programs
+states in random pages. A program runs several calls, each over pages of its own, so that no state is left in the cache
+from the call before, and each feeding its outputs to the next. The sides take turns: a round is `launches` programs
 of one, then of the other, timed from the first dispatch to the last result, so that what the host does hides behind the
-device; the median round counts. A time is that of one call.
+device; the median round counts. A time is that of one call: a share of what it takes to start a program is in it, so that
+programs of decodes have as many calls as a model has layers. The reference is slow, and runs a few programs only.
 
 Decode counts the bytes of states, read once and written once (a convolution also its inputs and outputs); the first
-line says at which rate the card copies a large array. Prefill counts tokens.
+line says at which rate the card copies a large array. Prefill counts tokens. The gated delta rule also runs in
+flash-linear-attention, if that is there (see `recurrent_fla`); "apart" is how far the outputs of its
+last call are from ours.
 """
 
 import argparse
@@ -18,13 +21,16 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from benchmarks import recurrent_fla
 from rimuru_jax.pallas.causal_conv1d import causal_conv1d
 from rimuru_jax.pallas.gated_delta_rule import gated_delta_rule
 from rimuru_jax.pallas.implementation import Implementation
@@ -32,6 +38,9 @@ from rimuru_jax.pallas.memory_view import MemoryView
 from rimuru_jax.pallas.selective_scan import selective_scan
 
 LAYERS = 4
+DECODE_LAYERS = 24
+"""Calls of a program of the kernels that decodes; of any other, LAYERS."""
+REFERENCE_ROUNDS = 2
 COPY_BYTES = 4 << 30
 
 type Operator = Callable[[Implementation, "Case", tuple[Array, ...], Array, Array], tuple[Array, Array]]
@@ -46,6 +55,11 @@ class Case:
     @property
     def tokens(self) -> int:
         return self.rows * self.length
+
+    @property
+    def layers(self) -> int:
+        """Calls of a program of kernels."""
+        return DECODE_LAYERS if self.length == 1 else LAYERS
 
     @property
     def metadata(self) -> tuple[Array, Array]:
@@ -144,30 +158,37 @@ OPERATORS = (
     ),
 )  # fmt: skip
 CASES = (
-    *(Case(rows=rows, length=1) for rows in (1, 8, 64, 256)),
+    *(Case(rows=rows, length=1) for rows in (1, 64, 256)),
     *(Case(rows=rows, length=8192 // rows) for rows in (1, 4, 16)),
 )
 
 
 class Program:
-    """LAYERS calls in one program, with a pool of its own."""
+    """Calls in one compiled program, with a pool of its own."""
 
     def __init__(self, layer: Layer, case: Case, implementation: Implementation):
-        states = LAYERS * case.rows + 1
-        order = np.random.default_rng(0).permutation(states - 1)[: LAYERS * case.rows] + 1
-        self.pages = jnp.asarray(order.reshape(LAYERS, case.rows) * layer.run, jnp.int32)
+        self.layers = layers = case.layers if implementation == "mosaic_gpu" else LAYERS
+        states = layers * case.rows + 1
+        order = np.random.default_rng(0).permutation(states - 1) + 1
+        # Arrays of their own: XLA makes a call that it must slice arguments for more expensive than it is.
+        self.pages = [jnp.asarray(ids * layer.run, jnp.int32) for ids in order.reshape(layers, case.rows)]
         # An even number of huge pages, as the pool of an engine has.
         self.pool = jnp.zeros((states + states % 2, layer.run * layer.view.stride), jnp.uint16)
         self.inputs = layer.inputs(case)
+        one = jax.jit(layer.call, static_argnums=(0, 1))  # lowered once for all calls
 
-        def calls(pool: Array, pages: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
+        def calls(pool: Array, pages: list[Array], inputs: tuple[Array, ...]) -> tuple[Array, Array]:
             first, *rest = inputs
-            for index in range(LAYERS):
-                out, pool = layer.call(implementation, case, (first, *rest), pool, pages[index])
+            out = first
+            for ids in pages:
+                out, pool = one(implementation, case, (first, *rest), pool, ids)
                 first += out
-            return first, pool
+            return out, pool
 
-        self.calls = jax.jit(calls, donate_argnums=0)
+        lowered = jax.jit(calls, donate_argnums=0).lower(self.pool, self.pages, self.inputs)
+        self.calls = lowered.compile()
+        # Over states that are zeros: they change from here on.
+        self.first_result, self.pool = self.calls(self.pool, self.pages, self.inputs)
 
     def seconds(self, launches: int) -> float:
         """Of one call among `launches` programs in a row."""
@@ -175,7 +196,14 @@ class Program:
         for _ in range(launches):
             _, self.pool = self.calls(self.pool, self.pages, self.inputs)
         self.pool.block_until_ready()
-        return (time.perf_counter() - start) / launches / LAYERS
+        return (time.perf_counter() - start) / launches / self.layers
+
+
+@jax.jit
+def apart(ours: Array, theirs: Array) -> Array:
+    """Norm of the difference, relative."""
+    ours, theirs = (x.astype(jnp.float32).ravel() for x in (ours, theirs))
+    return jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(ours)
 
 
 def copy_rate(launches: int) -> float:
@@ -201,32 +229,46 @@ def main() -> None:
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
     ).stdout.strip()
     print(f"{jax.devices()[0].device_kind}, driver {driver}, jax {jax.__version__}, Python {platform.python_version()}, "
-          f"{args.rounds} rounds of {args.launches} programs of {LAYERS} calls")  # fmt: skip
+          f"{args.rounds} rounds of {args.launches} programs of {DECODE_LAYERS} (decode) or {LAYERS} calls")  # fmt: skip
     copied = copy_rate(args.launches)
     print(f"copy: {copied / 1e12:.2f} TB/s")
+    missing = recurrent_fla.missing()
+    print(f"flash-linear-attention: {missing or version('fla-core')}")
     for layer in OPERATORS:
+        with_fla = layer.call is delta and not missing
         print(f"\n{layer.name}\n")
-        print("| case | kernels | rate | reference | reference / kernels | spread of kernels |")
-        print("| --- | --- | --- | --- | --- | --- |")
-        for case in CASES:
-            sides = [Program(layer, case, name) for name in ("mosaic_gpu", "reference")]
-            for side in sides:
-                side.seconds(2)
-            times: list[list[float]] = [[], []]
-            for _ in range(args.rounds):
-                for measured, side in zip(times, sides, strict=True):
-                    measured.append(side.seconds(args.launches))
-            ours, theirs = (statistics.median(measured) for measured in times)
+        print(f"| case | kernels | spread | rate | reference | reference / kernels |{' fla | fla / kernels | apart |' * with_fla}")  # fmt: skip
+        print(f"| --- | --- | --- | --- | --- | --- |{' --- | --- | --- |' * with_fla}")
+        with ThreadPoolExecutor() as threads:  # XLA compiles outside the interpreter lock
+            names: tuple[Implementation, ...] = ("mosaic_gpu", "reference")
+            building = [[threads.submit(Program, layer, case, name) for name in names] for case in CASES]
+            programs = [[program.result() for program in pair] for pair in building]
+        for case, (kernels, reference) in zip(CASES, programs, strict=True):
+            theirs = recurrent_fla.GatedDelta(kernels.inputs, case.rows, case.layers) if with_fla else None
+            times: list[float] = []
+            fla_times: list[float] = []
+            reference_times: list[float] = []
+            for index in range(args.rounds + 1):
+                times.append(kernels.seconds(args.launches))
+                if theirs:
+                    fla_times.append(theirs.seconds(args.launches))
+                if index <= REFERENCE_ROUNDS:
+                    reference_times.append(reference.seconds(1))
+            ours, reference_time = (statistics.median(x[1:]) for x in (times, reference_times))
             if case.length == 1:
                 moved = layer.bytes(case) / ours
                 rate = f"{moved / 1e12:.2f} TB/s, {moved / copied:.0%} of the copy"
             else:
                 rate = f"{case.tokens / ours / 1e6:.2f} M tokens/s"
-            print(
-                f"| {case} | {ours * 1e6:.0f} us | {rate} | {theirs * 1e6:.0f} us | {theirs / ours:.1f}x | "
-                f"{min(times[0]) * 1e6:.0f}-{max(times[0]) * 1e6:.0f} us |",
-                flush=True,
+            line = (
+                f"| {case} | {ours * 1e6:.1f} us | {min(times[1:]) * 1e6:.1f}-{max(times[1:]) * 1e6:.1f} us | {rate} | "
+                f"{reference_time * 1e6:.0f} us | {reference_time / ours:.1f}x |"
             )
+            if theirs:
+                fla_time = statistics.median(fla_times[1:])
+                difference = float(apart(kernels.first_result, theirs.result()))
+                line += f" {fla_time * 1e6:.1f} us | {fla_time / ours:.2f}x | {difference:.1e} |"
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def step_rows(
             o_smem[...] = (functools.reduce(jnp.add, sums) * q_scale).astype(o_smem.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_smem, out_ref.at[token, head])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         if out is None:
             clear_padding(out_ref, query_start, o_smem, plgpu.Layout.WG_STRIDED((dv,), vec_size=1))

@@ -1,12 +1,12 @@
 """One step of the selective scan on Hopper: every state is read from its page once and written back once, through a Ref.
 
 block = (row, head)            one warpgroup; a state `[p, n]` lies over its threads as the result of a wgmma does
-page --TMA--> shared memory    PIECE columns at a time, each piece with its barrier
-h <- decay h + (dt x) B^T      a piece goes back by TMA as soon as it is done
+page --TMA--> shared memory    the whole state at once: it is one run of the page, its columns are not
+h <- decay h + (dt x) B^T      PIECE columns at a time
 out = h C + D x                products are summed over pieces first, then over the few threads that share a row
 
-Pieces are a loop, so that a thread needs few registers and shared memory alone limits the blocks under way. The operands
-of a token come as they are: a launch less for each that XLA would convert.
+Pieces are a loop, so that a thread needs few registers and shared memory alone limits the blocks under way: six of them
+overlap what one does in turn. The operands of a token come as they are: a launch less for each that XLA would convert.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from rimuru_jax.pallas.mosaic_rows import clear_padding, this_row
 
 PIECE = 32
-"""Columns of the state that arrive and leave together."""
+"""Columns of the state that are in registers together."""
 
 
 def step_rows(
@@ -60,32 +60,26 @@ def step_rows(
         has_state,  # [S]
         states,  # [P, page rows, n]
         out_ref,  # [T, nh, p]
-        s_smem,  # [pieces, p, PIECE]
+        s_smem,  # [p, n]
         x_smem,  # [p]
         b_smem,  # [n]
         c_smem,  # [n]
         o_smem,  # [p]
-        s_ready,  # [pieces] barriers
         ready,
     ):
         head = lax.axis_index("head")
         page, token, carries, is_decode = this_row(pages, query_start, has_state)
         per_row, per_column = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
-        def in_page(piece):
-            return states.at[page, pl.ds(head * p, p), pl.ds(piece * PIECE, PIECE)]
-
-        def columns(ref, piece):
-            first = pl.multiple_of(piece * PIECE, PIECE)
-            values = plgpu.load(ref.at[pl.ds(first, PIECE)], layout=per_column, optimized=False)
+        def over_rows(ref, columns):
+            values = plgpu.load(ref.at[columns], layout=per_column, optimized=False)
             return lax.broadcast_in_dim(values.astype(f32), (p, PIECE), [1])
 
         @pl.when(is_decode)
         def _():
-            for piece in range(n // PIECE):
-                plgpu.copy_gmem_to_smem(in_page(piece), s_smem.at[piece], s_ready.at[piece])
+            in_page = states.at[page, pl.ds(head * p, p)]
             group = lax.div(head, jnp.int32(heads // groups))
-            for source, target in ((x.at[token, head], x_smem), (B.at[token, group], b_smem), (C.at[token, group], c_smem)):  # fmt: skip
+            for source, target in ((in_page, s_smem), (x.at[token, head], x_smem), (B.at[token, group], b_smem), (C.at[token, group], c_smem)):  # fmt: skip
                 plgpu.copy_gmem_to_smem(source, target, ready)
             step, through = dt[token, head], D[head].astype(f32)
             decay = jnp.exp(step * A[head])
@@ -94,24 +88,23 @@ def step_rows(
             added = lax.broadcast_in_dim(inputs * step, (p, PIECE), [0])
 
             def advance(piece, products):
-                plgpu.barrier_wait(s_ready.at[piece])
-                state = plgpu.layout_cast(s_smem[piece].astype(f32), plgpu.Layout.WGMMA)
+                columns = pl.ds(pl.multiple_of(piece * PIECE, PIECE), PIECE)
+                state = plgpu.layout_cast(s_smem[:, columns].astype(f32), plgpu.Layout.WGMMA)
                 # A page without a state may hold anything, NaN included.
                 state = jnp.where(
                     jnp.broadcast_to(carries, state.shape), state * decay, jnp.zeros_like(state)
                 )
-                state += added * columns(b_smem, piece)
-                s_smem[piece] = state.astype(s_smem.dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(s_smem.at[piece], in_page(piece))
-                return products + state * columns(c_smem, piece)
+                state += added * over_rows(b_smem, columns)
+                s_smem[:, columns] = state.astype(s_smem.dtype)
+                return products + state * over_rows(c_smem, columns)
 
             nothing = plgpu.layout_cast(jnp.zeros((p, PIECE), f32), plgpu.Layout.WGMMA)
             products = lax.fori_loop(0, n // PIECE, advance, nothing)
             o_smem[...] = (products.sum(axis=1) + inputs * through).astype(o_smem.dtype)
             plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(s_smem, in_page)
             plgpu.copy_smem_to_gmem(o_smem, out_ref.at[token, head])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         if out is None:
             clear_padding(out_ref, query_start, o_smem, per_row)
@@ -122,13 +115,12 @@ def step_rows(
         grid=(heads, pages.shape[0]),
         grid_names=("head", "row"),
         scratch_types=[
-            plgpu.SMEM((n // PIECE, p, PIECE), states.dtype),
+            plgpu.SMEM((p, n), states.dtype),
             plgpu.SMEM((p,), x.dtype),
             plgpu.SMEM((n,), B.dtype),
             plgpu.SMEM((n,), C.dtype),
             plgpu.SMEM((p,), x.dtype),
-            plgpu.Barrier(num_barriers=n // PIECE),
-            plgpu.Barrier(num_arrivals=3),
+            plgpu.Barrier(num_arrivals=4),
         ],
         # No barrier between threads is missing: each reads what it wrote itself or what TMA brought.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
