@@ -14,6 +14,7 @@ COMPILE_BOUND = (
     "tests/test_compiled_step.py",
     "tests/test_examples.py",
     "tests/test_hybrid_pool.py",
+    "tests/server/test_reliability.py",
     "tests/test_structured_output.py",
     "tests/models/test_hybrid.py",
 )

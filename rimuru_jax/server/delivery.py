@@ -1,7 +1,7 @@
 """Outputs of the engine on their way to a client: whole, or as a stream of events."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +101,7 @@ class Delivery:
             raise error if isinstance(error, Exception) else client_gone()
         first = waiting.result()
 
-        async def events() -> AsyncIterator[bytes]:
+        async def events() -> AsyncGenerator[bytes]:
             seen: dict[int, CompletionOutput] = {}
             newest: dict[int, RequestOutput] = {}
             unfinished = len(job.prompts)
@@ -142,8 +142,19 @@ class Delivery:
             finally:
                 await _cancel(*tasks)
 
+        # Only a generator that has begun runs to its end when it is dropped, as happens to answers whose client has
+        # gone before the first byte.
+        begun = events()
+        beginning = await anext(begun)
+
+        async def answer() -> AsyncIterator[bytes]:
+            async with aclosing(begun):
+                yield beginning
+                async for event in begun:
+                    yield event
+
         return StreamingResponse(
-            events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            answer(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
 
     async def _generate(self, job: Job, index: int) -> AsyncIterator[RequestOutput]:

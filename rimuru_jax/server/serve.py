@@ -66,7 +66,7 @@ async def serve_until(
     """
     app = build_app(engine, config)
     settings = uvicorn.Config(
-        app, log_level="warning", lifespan="off", access_log=False, timeout_graceful_shutdown=5, ws="none"
+        app, log_level="error", lifespan="off", access_log=False, timeout_graceful_shutdown=5, ws="none"
     )
     server = uvicorn.Server(settings)
     running = asyncio.ensure_future(server._serve([server_socket]))  # `serve` without its own signal handlers

@@ -18,6 +18,8 @@ from rimuru_jax.cli import main
 from rimuru_jax.models.config import Moe
 from rimuru_jax.models.hybrid import hybrid, random_model
 from rimuru_jax.server.async_engine import AsyncEngine, EngineFailedError, QueueFullError, ShuttingDownError
+from rimuru_jax.server.config import ServerConfig
+from rimuru_jax.server.delivery import Delivery, Job
 from tests.models.tiny_checkpoints import write_checkpoint
 from tests.server.running import running
 
@@ -87,6 +89,29 @@ def test_a_caller_that_leaves_frees_its_pages():
         await asyncio.gather(task, return_exceptions=True)
         assert await served.run_in_engine(lambda one: len(one.scheduler.running)) == 0
         assert await collect(served, "a", [1, 2, 3], 3)  # the name is free again
+        assert await served.drain(5) == 0
+        check_idle(served.engine)
+
+    asyncio.run(leave())
+
+
+def test_an_answer_that_nobody_takes_frees_its_pages():
+    class Client:
+        async def receive(self) -> None:
+            await asyncio.sleep(1000)
+
+    async def leave() -> None:
+        served = AsyncEngine(engine())
+        served.start()
+        delivery = Delivery(served, ServerConfig(served_model_name="x"))
+        job = Job(name="a", prompts=[[1, 2, 3], [4]], params=params(200), priority=0)
+        answer = await delivery.stream(Client(), job, {}, lambda *_: {}, None)  # type: ignore[arg-type]
+        assert served.num_unfinished == 2
+        del answer  # as when a client goes away before the first byte
+        deadline = time.monotonic() + 10
+        while served.num_unfinished and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        assert served.num_unfinished == 0
         assert await served.drain(5) == 0
         check_idle(served.engine)
 
