@@ -34,7 +34,7 @@ from rimuru_jax.models.registry import parse_config, read_config
 from rimuru_jax.models.stack import stack_params
 from rimuru_jax.outputs import FinishReason, Logprob, RequestOutput
 from rimuru_jax.request_state import Completion, Prompt, RequestState, token_logprobs
-from rimuru_jax.sampling import SampledTokens, build_sampling_inputs, sample
+from rimuru_jax.sampling import SampledTokens, build_sampling_inputs, sample_compiled
 from rimuru_jax.sampling_params import SamplingParams
 from rimuru_jax.serving_loop import Chunk, ServingLoop, StepOutputs, pack
 from rimuru_jax.structured_output import GrammarCompiler
@@ -45,8 +45,6 @@ from rimuru_jax.tokenizer import (
     read_eos_token_ids,
     require_tokenizer,
 )
-
-_sample = jax.jit(sample, static_argnames="features")
 
 type LoadProgress = Callable[[float, str], None]
 """Called with the fraction done, 0 to 1, and what is being done."""
@@ -316,7 +314,7 @@ class Engine:
         completions = [self._completions[chunk.request][1] for chunk in plan.chunks]
         rows = [completion.sampling_row() for completion in completions]
         inputs, features = build_sampling_inputs(rows, outputs.logits.shape[0])
-        sampled: SampledTokens = jax.device_get(_sample(outputs.logits, inputs, features))
+        sampled: SampledTokens = jax.device_get(sample_compiled(outputs.logits, inputs, features))
         self._prompt_logprobs(plan, outputs)
         self._count_experts(np.asarray(outputs.router_counts))
         self.num_routed_tokens += sum(chunk.num_tokens for chunk in plan.chunks)

@@ -11,6 +11,7 @@ are made from them, so that preemption and reordering of rows cannot leave anyth
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import flax.struct
 import jax
@@ -120,6 +121,25 @@ def sample(logits: Float[Array, "S V"], inputs: SamplingInputs, features: Sampli
         with jax.named_scope("logprobs"):
             logprobs = compute_logprobs(raw, token_ids, features.num_logprobs)
     return SampledTokens(token_ids=token_ids, finite=finite, logprobs=logprobs)
+
+
+_sample: Any = jax.jit(sample, static_argnames="features")  # Any: its cache is in no stub
+
+MAX_COMPILED = 128
+"""Variants of `sample` that are kept compiled."""
+
+
+def sample_compiled(
+    logits: Float[Array, "S V"], inputs: SamplingInputs, features: SamplingFeatures
+) -> SampledTokens:
+    """`sample`, compiled for the features and shapes at hand.
+
+    Clients decide about those, and every variant takes memory: on a CPU also more than a hundred of the 65,530 memory
+    maps that a process may have. So all are forgotten when there are too many.
+    """
+    if _sample._cache_size() >= MAX_COMPILED:
+        _sample.clear_cache()
+    return _sample(logits, inputs, features)
 
 
 def compute_logprobs(

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from rimuru_jax import sampling
 from rimuru_jax.sampling import (
     SampledTokens,
     SamplingFeatures,
@@ -221,6 +222,16 @@ def test_greedy_is_argmax_and_compiles_nothing_else():
         str(e.primitive) for e in jax.make_jaxpr(lambda x: sample(x, inputs, features))(logits).eqns
     }
     assert not primitives & {"while", "scan", "sort", "top_k", "random_bits", "scatter", "exp"}
+
+
+def test_only_so_many_variants_are_kept_compiled(monkeypatch):
+    monkeypatch.setattr(sampling, "MAX_COMPILED", 3)
+    logits = normal(1, 20)
+    for count in range(8):
+        one = row(temperature=0.0, logprobs=2**count)
+        sampled = sampling.sample_compiled(jnp.asarray(logits), *build_sampling_inputs([one], 1))
+        assert sampled.token_ids[0] == logits[0].argmax()
+        assert 1 <= sampling._sample._cache_size() <= 3
 
 
 def test_the_filters_do_not_sort():
