@@ -22,7 +22,7 @@ from jax import lax
 from rimuru_jax.host.expert_cache import HOST
 from rimuru_jax.host_memory import device_view, empty_pages
 from rimuru_jax.pallas.memory_view import MemoryView
-from rimuru_jax.pallas.moe_routing import group_tokens, route
+from rimuru_jax.pallas.moe_routing import route_and_group
 from rimuru_jax.pallas.page_loads import PageLoads
 from rimuru_jax.pallas.paged_moe import mosaic_gpu, token_tile
 from rimuru_jax.pallas.paged_moe.activations import activation_named
@@ -128,8 +128,9 @@ class Case:
         silu = activation_named("silu")
 
         def routing(logits):
-            chosen, mix = route(logits, shape.top_k, normalize=True)
-            return mix, group_tokens(chosen, jnp.full(self.tokens, valid), shape.experts, tile=tile)
+            counted = jnp.full(self.tokens, valid)
+            _, mix, groups = route_and_group(logits, counted, shape.top_k, tile=tile, normalize=True)
+            return mix, groups
 
         @jax.jit
         def launch(x, given, pool, host, tables, loads, layer):

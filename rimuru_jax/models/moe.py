@@ -8,7 +8,7 @@ from rimuru_jax.array_types import Hidden, Pool
 from rimuru_jax.models.config import Moe
 from rimuru_jax.models.context import LayerParams, StepContext
 from rimuru_jax.models.layers import linear, mlp
-from rimuru_jax.pallas.moe_routing import group_tokens, route
+from rimuru_jax.pallas.moe_routing import route_and_group
 from rimuru_jax.pallas.page_update import load_pages
 from rimuru_jax.pallas.paged_moe import paged_moe, token_tile
 
@@ -18,9 +18,12 @@ def moe(
     step: StepContext, layer: Moe, params: LayerParams, x: Hidden, pool: Pool, index: Array
 ) -> tuple[Hidden, Pool, tuple[Array, Array, Array]]:
     """MoE layer number `index`. Also returns its router counts, chosen experts and their weights."""
-    chosen, weights = route(
+    pairs = x.shape[0] * layer.num_experts_per_tok
+    chosen, weights, routing = route_and_group(
         linear(x, params["router"], params.get("router_bias"), jnp.float32),
+        step.valid,
         layer.num_experts_per_tok,
+        tile=token_tile(pairs, layer.num_experts, step.spec.expert_view, layer.matrices),
         normalize=layer.normalize,
         scoring=layer.scoring,
         selection_bias=params.get("selection_bias"),
@@ -28,13 +31,6 @@ def moe(
         top_groups=layer.top_groups,
         normalize_epsilon=layer.normalize_epsilon,
         scale=layer.scale,
-    )
-    pairs = x.shape[0] * layer.num_experts_per_tok
-    routing = group_tokens(
-        chosen,
-        step.valid,
-        layer.num_experts,
-        tile=token_tile(pairs, layer.num_experts, step.spec.expert_view, layer.matrices),
     )
     biases = None
     if layer.expert_bias:

@@ -24,6 +24,8 @@ from rimuru_jax.pallas.causal_conv1d import mosaic_gpu as conv
 from rimuru_jax.pallas.gated_delta_rule import mosaic_gpu as delta
 from rimuru_jax.pallas.memory_view import MemoryView
 from rimuru_jax.pallas.moe_routing import group_tokens
+from rimuru_jax.pallas.moe_routing import mosaic_gpu as routing_kernels
+from rimuru_jax.pallas.moe_routing.api import most_tiles
 from rimuru_jax.pallas.page_loads import PageLoads
 from rimuru_jax.pallas.page_update import mosaic_gpu as pages
 from rimuru_jax.pallas.paged_attention import mosaic_gpu as attention
@@ -107,6 +109,39 @@ def paged_attention(tokens: int, rows: int) -> Case:
         reads_only=True,
         kernels=2 if tokens > rows else 1,
         temporaries=64,
+    )
+
+
+def routing(tokens: int, experts: int, top_k: int, groups: int = 1) -> Case:
+    tile = moe.token_tile(tokens * top_k, experts)
+
+    def operator(logits, valid, bias, pool):
+        return routing_kernels.route_and_group(
+            logits,
+            valid,
+            bias,
+            top_k,
+            tile,
+            most_tiles(tokens * top_k, experts, tile),
+            routing_kernels.Scoring(
+                normalize=True,
+                scoring="sigmoid",
+                num_groups=groups,
+                top_groups=(groups + 1) // 2,
+                normalize_epsilon=0.0,
+                scale=1.0,
+            ),
+        )
+
+    return Case(
+        operator=operator,
+        arguments={
+            "logits": ((tokens, experts), jnp.float32),
+            "valid": ((tokens,), jnp.bool_),
+            "bias": ((experts,), jnp.float32),
+        },
+        reads_only=True,
+        kernels=1 if tokens <= routing_kernels.ONE_LAUNCH else 2,
     )
 
 
@@ -227,6 +262,8 @@ CASES = {
     "move_pages": Case(operator=functools.partial(pages.move_pages, view=EXPERT), arguments=copies(64)),
     "paged_attention, 64 decodes": paged_attention(64, 64),
     "paged_attention, 4 prefills": paged_attention(8192, 4),
+    "moe_routing, 16 tokens": routing(16, 256, 8, groups=8),
+    "moe_routing, 8192 tokens": routing(8192, 512, 10),
     "paged_moe, 64 tokens": paged_moe(64),
     "paged_moe, 8192 tokens": paged_moe(8192),
     "gated_delta_rule, 64 decodes": gated_delta_rule(64, 64),

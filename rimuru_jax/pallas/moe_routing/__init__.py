@@ -1,5 +1,5 @@
 """From router logits to chosen experts, their weights, and the order in which their tokens are computed."""
 
-from rimuru_jax.pallas.moe_routing.api import Routing, group_tokens, route
+from rimuru_jax.pallas.moe_routing.api import Routing, group_tokens, route, route_and_group
 
-__all__ = ["Routing", "group_tokens", "route"]
+__all__ = ["Routing", "group_tokens", "route", "route_and_group"]

@@ -5,7 +5,9 @@ from typing import NamedTuple
 from jaxtyping import Array, Bool, Float, Int32
 
 from rimuru_jax.pallas.implementation import Implementation, resolve
-from rimuru_jax.pallas.moe_routing import reference
+from rimuru_jax.pallas.moe_routing import mosaic_gpu, reference
+
+AVAILABLE = ("reference", "mosaic_gpu")
 
 
 class Routing(NamedTuple):
@@ -22,6 +24,61 @@ class Routing(NamedTuple):
     """Valid tokens that chose each expert."""
 
 
+def route_and_group(
+    logits: Float[Array, "T E"],
+    valid: Bool[Array, " T"],
+    num_experts_per_tok: int,
+    *,
+    tile: int,
+    normalize: bool,
+    scoring: str = "softmax",
+    selection_bias: Float[Array, " E"] | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    normalize_epsilon: float = 0.0,
+    scale: float = 1.0,
+    implementation: Implementation | None = None,
+) -> tuple[Int32[Array, "T K"], Float[Array, "T K"], Routing]:
+    """`route`, then `group_tokens` of what was chosen: the one operator that a kernel does, in one or two launches.
+
+    The arguments are those of the two. Experts whose scores differ by a rounding error may be chosen in another order
+    than by the reference; without a bias and groups the logits decide, and the choice is the same.
+    """
+    experts = logits.shape[1]
+    _check(experts, num_experts_per_tok, scoring, num_groups, top_groups)
+    refusal = mosaic_gpu.refusal(experts, num_groups, num_experts_per_tok)
+    if resolve("moe_routing", implementation, AVAILABLE, refusal=refusal) == "mosaic_gpu":
+        chosen, weights, routing = mosaic_gpu.route_and_group(
+            logits,
+            valid,
+            selection_bias,
+            num_experts_per_tok,
+            tile,
+            most_tiles(valid.shape[0] * num_experts_per_tok, experts, tile),
+            mosaic_gpu.Scoring(
+                normalize=normalize,
+                scoring=scoring,
+                num_groups=num_groups,
+                top_groups=top_groups,
+                normalize_epsilon=normalize_epsilon,
+                scale=scale,
+            ),
+        )
+        return chosen, weights, Routing(*routing)
+    chosen, weights = route(
+        logits,
+        num_experts_per_tok,
+        normalize=normalize,
+        scoring=scoring,
+        selection_bias=selection_bias,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        normalize_epsilon=normalize_epsilon,
+        scale=scale,
+    )
+    return chosen, weights, group_tokens(chosen, valid, experts, tile=tile)
+
+
 def route(
     logits: Float[Array, "T E"],
     num_experts_per_tok: int,
@@ -33,9 +90,8 @@ def route(
     top_groups: int = 1,
     normalize_epsilon: float = 0.0,
     scale: float = 1.0,
-    implementation: Implementation | None = None,
 ) -> tuple[Int32[Array, "T K"], Float[Array, "T K"]]:
-    """The K best experts of each token, ties to the lower expert, and their mixing weights, in float32.
+    """The K best experts of each token, ties to the lower expert, and their mixing weights, in float32, in plain jnp.
 
     Args:
         scoring: "softmax" over all experts, "sigmoid" of each, or "softmax_of_chosen": the best logits are chosen and
@@ -46,18 +102,7 @@ def route(
         normalize: divide the chosen scores by their sum plus `normalize_epsilon`.
         scale: factor of the weights.
     """
-    resolve("moe_routing", implementation, ("reference",))
-    experts = logits.shape[1]
-    if not 1 <= num_experts_per_tok <= experts:
-        raise ValueError(f"{num_experts_per_tok} experts per token asked of {experts} experts")
-    if scoring not in ("softmax", "sigmoid", "softmax_of_chosen"):
-        raise ValueError(f"scoring is {scoring!r}, it must be 'softmax', 'sigmoid' or 'softmax_of_chosen'")
-    if experts % num_groups or not 1 <= top_groups <= num_groups:
-        raise ValueError(f"{experts} experts cannot be chosen from {top_groups} of {num_groups} groups")
-    if num_experts_per_tok > experts // num_groups * top_groups:
-        raise ValueError(
-            f"{num_experts_per_tok} experts per token do not fit into {top_groups} groups of {experts // num_groups}"
-        )
+    _check(logits.shape[1], num_experts_per_tok, scoring, num_groups, top_groups)
     return reference.route(
         logits,
         num_experts_per_tok,
@@ -72,17 +117,27 @@ def route(
 
 
 def group_tokens(
-    experts: Int32[Array, "T K"],
-    valid: Bool[Array, " T"],
-    num_experts: int,
-    *,
-    tile: int,
-    implementation: Implementation | None = None,
+    experts: Int32[Array, "T K"], valid: Bool[Array, " T"], num_experts: int, *, tile: int
 ) -> Routing:
     """Sort the pairs of valid tokens by expert and pad each expert's share to whole tiles of `tile` rows."""
-    resolve("moe_routing", implementation, ("reference",))
-    pairs = experts.shape[0] * experts.shape[1]
-    # The worst case: as many experts as can be have one pair more than fills their tiles.
-    touched = min(num_experts, pairs)
-    max_tiles = touched + (pairs - touched) // tile
+    max_tiles = most_tiles(experts.shape[0] * experts.shape[1], num_experts, tile)
     return Routing(*reference.group_tokens(experts, valid, num_experts, tile, max_tiles))
+
+
+def most_tiles(pairs: int, experts: int, tile: int) -> int:
+    """Tiles of the worst case: as many experts as can be have one pair more than fills their tiles."""
+    touched = min(experts, pairs)
+    return touched + (pairs - touched) // tile
+
+
+def _check(experts: int, top_k: int, scoring: str, num_groups: int, top_groups: int) -> None:
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"{top_k} experts per token asked of {experts} experts")
+    if scoring not in ("softmax", "sigmoid", "softmax_of_chosen"):
+        raise ValueError(f"scoring is {scoring!r}, it must be 'softmax', 'sigmoid' or 'softmax_of_chosen'")
+    if experts % num_groups or not 1 <= top_groups <= num_groups:
+        raise ValueError(f"{experts} experts cannot be chosen from {top_groups} of {num_groups} groups")
+    if top_k > experts // num_groups * top_groups:
+        raise ValueError(
+            f"{top_k} experts per token do not fit into {top_groups} groups of {experts // num_groups}"
+        )

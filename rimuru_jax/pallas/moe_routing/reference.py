@@ -25,7 +25,8 @@ def route(
         scores = jax.nn.sigmoid(logits)
     else:
         scores = logits
-    biased = scores
+    # Scoring keeps the order of the logits, but its rounding makes equals of what differs: without a bias they decide.
+    biased = scores if selection_bias is not None or top_groups < num_groups else logits
     if selection_bias is not None:
         biased = scores + selection_bias.astype(jnp.float32)[None]
     if top_groups < num_groups:
@@ -62,7 +63,9 @@ def group_tokens(
     tile_end = jnp.cumsum(tiles)
     first_tile, first_pair = tile_end - tiles, jnp.cumsum(counts) - counts
     tile_ids = jnp.arange(max_tiles, dtype=jnp.int32)
-    tile_experts = jnp.searchsorted(tile_end, tile_ids, side="right").astype(jnp.int32)
+    # Comparing with all is one kernel on a GPU, a binary search is a loop of them.
+    found = jnp.searchsorted(tile_end, tile_ids, side="right", method="compare_all")
+    tile_experts = found.astype(jnp.int32)
 
     # Rank of each pair inside its expert, then its row in the padded, expert-sorted order.
     sorted_experts = pairs[order]
