@@ -1,8 +1,9 @@
 """`rimuru serve`: the OpenAI-compatible HTTP server."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -34,6 +35,16 @@ def serve(
     request_timeout: Annotated[
         float | None, typer.Option(help="Seconds after which a request is ended. Default: never.")
     ] = None,
+    log_format: Annotated[
+        Literal["text", "json"],
+        typer.Option(help="json: lines for every request and, every 10 s, for the engine."),
+    ] = "text",
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Where OpenTelemetry spans go: http://localhost:4318/v1/traces.", show_default=False
+        ),
+    ] = None,
     enable_auto_tool_choice: Annotated[
         bool, typer.Option("--enable-auto-tool-choice", help="Let models decide about tools.")
     ] = False,
@@ -49,6 +60,7 @@ def serve(
     """Serve a model over HTTP, in OpenAI's interface."""
     try:
         from rimuru_jax.server.config import ServerConfig
+        from rimuru_jax.server.request_log import use_json_logs
         from rimuru_jax.server.serve import listen
         from rimuru_jax.server.serve import serve as run
         from rimuru_jax.server.tool_parsers import PARSERS
@@ -56,6 +68,17 @@ def serve(
         raise ModuleNotFoundError(
             f"rimuru serve needs the package {error.name}: install rimuru-jax[server]"
         ) from error
+    if otlp_traces_endpoint is not None:
+        try:
+            import rimuru_jax.server.tracing  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"--otlp-traces-endpoint needs the package {error.name}: install rimuru-jax[otel]"
+            ) from error
+        if not otlp_traces_endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"--otlp-traces-endpoint is {otlp_traces_endpoint!r}, it must be a URL such as http://localhost:4318/v1/traces"
+            )
     for name, value in (("max-num-queued-reqs", max_num_queued_reqs), ("request-timeout", request_timeout)):
         if value is not None and value <= 0:
             raise ValueError(f"--{name} is {value:g}, it must be positive")
@@ -69,6 +92,10 @@ def serve(
         )
     if shutdown_timeout < 0:
         raise ValueError(f"--shutdown-timeout is {shutdown_timeout:g}, it must not be negative")
+    say = note
+    if log_format == "json":
+        use_json_logs()
+        say = logging.getLogger("rimuru_jax").info
     socket = listen(host, port)  # first: a port in use is known before anything is loaded
     try:
         loaded, folder = load_engine(model, engine)
@@ -78,10 +105,12 @@ def serve(
             max_num_queued_reqs=max_num_queued_reqs,
             request_timeout=request_timeout,
             tool_call_parser=tool_call_parser if enable_auto_tool_choice else None,
+            log_format=log_format,
+            otlp_traces_endpoint=otlp_traces_endpoint,
         )
         address = socket.getsockname()
         text = f"serving {config.served_model_name} on http://{address[0]}:{address[1]} (Ctrl-C ends it)"
-        cut = run(loaded, config, socket, shutdown_timeout=shutdown_timeout, ready=lambda: note(text))
-        note(f"stopped; {cut} requests were cut off after {shutdown_timeout:g} s" if cut else "stopped")
+        cut = run(loaded, config, socket, shutdown_timeout=shutdown_timeout, ready=lambda: say(text))
+        say(f"stopped; {cut} requests were cut off after {shutdown_timeout:g} s" if cut else "stopped")
     finally:
         socket.close()

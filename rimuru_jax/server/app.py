@@ -1,6 +1,7 @@
 """The application: its routes, its errors, and everything it answers that is not generated."""
 
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,17 @@ from rimuru_jax.server.metrics import ServerMetrics
 from rimuru_jax.server.pool_state import pool_state
 from rimuru_jax.server.protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
 from rimuru_jax.server.refusals import RefusedError, check_model, error_response
+from rimuru_jax.server.request_log import EndObserver
 from rimuru_jax.server.text import ServedText
 
 _PAGE = Path(__file__).with_name("pool.html")
 
 
-def build_app(engine: Engine, config: ServerConfig) -> FastAPI:
-    """The application around one engine, which it owns from now on. `app.state.engine` is its `AsyncEngine`."""
+def build_app(engine: Engine, config: ServerConfig, observers: Sequence[EndObserver] = ()) -> FastAPI:
+    """The application around one engine, which it owns from now on. `app.state.engine` is its `AsyncEngine`.
+
+    `observers` are told of every request that has ended.
+    """
     metrics = ServerMetrics(engine, config.served_model_name)
     async_engine = AsyncEngine(
         engine, max_num_queued_reqs=config.max_num_queued_reqs, listener=metrics.observe
@@ -36,12 +41,18 @@ def build_app(engine: Engine, config: ServerConfig) -> FastAPI:
     async_engine.start()
     app = FastAPI(title="rimuru_jax", version=version("rimuru-jax"), docs_url=None, redoc_url=None)
     app.state.engine = async_engine
-    _Routes(async_engine, config, metrics).register(app)
+    _Routes(async_engine, config, metrics, observers).register(app)
     return app
 
 
 class _Routes:
-    def __init__(self, engine: AsyncEngine, config: ServerConfig, metrics: ServerMetrics) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        config: ServerConfig,
+        metrics: ServerMetrics,
+        observers: Sequence[EndObserver],
+    ) -> None:
         self.engine = engine
         self.config = config
         self.metrics = metrics
@@ -49,7 +60,11 @@ class _Routes:
         self.text = ServedText(engine.engine.tokenizer)
         defaults = recommended_sampling(engine.engine.tokenizer_folder)
         self.generation = Generation(
-            Delivery(engine, config), self.text, GrammarCheck(engine.engine.grammars), config, defaults
+            Delivery(engine, config, observers),
+            self.text,
+            GrammarCheck(engine.engine.grammars),
+            config,
+            defaults,
         )
 
     def register(self, app: FastAPI) -> None:

@@ -1,6 +1,7 @@
 """How the server behaves."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from rimuru_jax.server.tool_parsers import PARSERS, ToolParser
 
@@ -22,6 +23,11 @@ class ServerConfig:
     """Completions of one HTTP request, prompts times `n`."""
     tool_call_parser: str | None = None
     """How the model writes calls of tools, for `tool_choice` "auto"; see `tool_parsers.PARSERS`. None: that is refused."""
+
+    log_format: Literal["text", "json"] = "text"
+    """"json": a line for every request that has ended, and how the engine does every ten seconds."""
+    otlp_traces_endpoint: str | None = None
+    """Where OpenTelemetry spans of requests go, over HTTP."""
 
     def tool_parser(self) -> ToolParser | None:
         return PARSERS[self.tool_call_parser] if self.tool_call_parser else None

@@ -21,6 +21,7 @@ from rimuru_jax.server.async_engine import (
 from rimuru_jax.server.config import ServerConfig
 from rimuru_jax.server.protocol import StreamOptions
 from rimuru_jax.server.refusals import RefusedError, client_gone
+from rimuru_jax.server.request_log import EndedRequest, EndObserver
 
 type MakeChunk = Callable[[int, CompletionOutput, CompletionOutput | None], dict[str, Any] | None]
 """Of a choice's index, its newest output and the one sent before: what a chunk of the stream says of it, if anything."""
@@ -40,16 +41,19 @@ class Job:
 class Delivery:
     """Runs jobs for clients that may leave, be slow, or ask too much. Raises RefusedError for what fails."""
 
-    def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
+    def __init__(
+        self, engine: AsyncEngine, config: ServerConfig, observers: Sequence[EndObserver] = ()
+    ) -> None:
         self._engine = engine
         self._config = config
+        self._observers = observers
 
     async def whole(self, http: Request, job: Job) -> list[RequestOutput]:
         """Every prompt's finished output. A client that goes away ends them all."""
 
         async def one(index: int) -> RequestOutput:
             last = None
-            async for output in self._generate(job, index):
+            async for output in self._generate(http, job, index):
                 last = output
             assert last is not None
             for part in last.outputs:
@@ -86,7 +90,7 @@ class Delivery:
         async def feed(index: int) -> None:
             # A client that does not read stops this task, not the engine: it takes the newest output afterwards.
             try:
-                async for output in self._generate(job, index):
+                async for output in self._generate(http, job, index):
                     await queue.put((index, output))
             except RefusedError as error:
                 await queue.put((index, error))
@@ -157,9 +161,27 @@ class Delivery:
             answer(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
 
-    async def _generate(self, job: Job, index: int) -> AsyncIterator[RequestOutput]:
-        """`AsyncEngine.generate` with the server's timeout, and with errors that have a status."""
+    async def _generate(self, http: Request, job: Job, index: int) -> AsyncIterator[RequestOutput]:
+        """The outputs of one prompt; in the end observers are told how it went."""
         name = job.name if len(job.prompts) == 1 else f"{job.name}/{index}"
+        last, reason = None, client_gone().kind
+        try:
+            async with aclosing(self._attempt(name, job, index)) as outputs:
+                async for output in outputs:
+                    last = output
+                    if output.finished:
+                        reason = str(output.outputs[0].finish_reason)
+                    yield output
+        except RefusedError as error:
+            reason = error.kind
+            raise
+        finally:
+            traced = {key: http.headers[key] for key in ("traceparent", "tracestate") if key in http.headers}
+            for observe in self._observers:
+                observe(EndedRequest(name=name, trace_headers=traced, output=last, reason=reason))
+
+    async def _attempt(self, name: str, job: Job, index: int) -> AsyncGenerator[RequestOutput]:
+        """`AsyncEngine.generate` with the server's timeout, and with errors that have a status."""
         try:
             async with (
                 asyncio.timeout(self._config.request_timeout),

@@ -10,6 +10,7 @@ import uvicorn
 from rimuru_jax.engine import Engine
 from rimuru_jax.server.app import build_app
 from rimuru_jax.server.config import ServerConfig
+from rimuru_jax.server.request_log import EndObserver, log_ended, log_stats
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -64,7 +65,14 @@ async def serve_until(
 
     `ready` is called once requests are answered. Returns how many requests were cut off at the end.
     """
-    app = build_app(engine, config)
+    observers: list[EndObserver] = [log_ended] if config.log_format == "json" else []
+    tracing = None
+    if config.otlp_traces_endpoint is not None:
+        from rimuru_jax.server.tracing import Tracing
+
+        tracing = Tracing(config.otlp_traces_endpoint, config.served_model_name)
+        observers.append(tracing)
+    app = build_app(engine, config, observers)
     settings = uvicorn.Config(
         app, log_level="error", lifespan="off", access_log=False, timeout_graceful_shutdown=5, ws="none"
     )
@@ -74,9 +82,14 @@ async def serve_until(
         await asyncio.sleep(0.01)
     ready()
     stopping = asyncio.ensure_future(stop.wait())
+    stats = asyncio.ensure_future(log_stats(engine)) if config.log_format == "json" else None
     await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
+    if stats is not None:
+        stats.cancel()
     cut = await app.state.engine.drain(shutdown_timeout)
     server.should_exit = True
     await running
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
     return cut

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import ClassVar
 
 import httpx
 import numpy as np
@@ -97,6 +98,8 @@ def test_a_caller_that_leaves_frees_its_pages():
 
 def test_an_answer_that_nobody_takes_frees_its_pages():
     class Client:
+        headers: ClassVar[dict[str, str]] = {}
+
         async def receive(self) -> None:
             await asyncio.sleep(1000)
 

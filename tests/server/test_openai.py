@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Literal
 
 import httpx
@@ -303,6 +304,11 @@ def test_metrics_and_pool(client, served):
     )
     assert values['vllm:request_success_total{finished_reason="length",model_name="smol"}'] >= 1
     assert values[f"rimuru:resident_experts{label}"] > 0 and values[f"vllm:num_requests_running{label}"] == 0
+    names = {line.split("{")[0] for line in lines if not line.startswith("#")}
+    panels = json.loads((Path(__file__).parents[2] / "dashboards" / "rimuru.json").read_text())["panels"]
+    shown = " ".join(target["expr"] for panel in panels for target in panel.get("targets", ()))
+    used = set(re.findall(r"(?:vllm|rimuru):\w+", shown))
+    assert len(used) > 25 and used <= names
     pool = httpx.get(f"{url}/v1/pool").json()
     assert sum(pool["experts"]["resident"]) == engine.experts.resident.sum()
     assert pool["requests"] == [] and pool["kinds"]["kv"]["used"] == 0
