@@ -32,7 +32,7 @@ from rimuru_jax.models.default_model import DEFAULT_POOL_BYTES, cache_dir, defau
 from rimuru_jax.models.random_weights import random_model, skewed
 from rimuru_jax.models.registry import parse_config, read_config
 from rimuru_jax.models.stack import stack_params
-from rimuru_jax.outputs import FinishReason, Logprob, RequestOutput
+from rimuru_jax.outputs import FinishReason, Logprob, RequestMetrics, RequestOutput
 from rimuru_jax.request_state import Completion, Prompt, RequestState, token_logprobs
 from rimuru_jax.sampling import SampledTokens, build_sampling_inputs, sample_compiled
 from rimuru_jax.sampling_params import SamplingParams
@@ -170,8 +170,12 @@ class Engine:
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        arrival_time: float | None = None,
     ) -> None:
-        """Queue a request. Raises ValueError in one sentence, with nothing queued, when it cannot be served."""
+        """Queue a request. Raises ValueError in one sentence, with nothing queued, when it cannot be served.
+
+        `arrival_time`, on the clock of `time.monotonic`, is for its metrics if it came earlier than now.
+        """
         if request_id in self._states:
             raise ValueError(f"request_id {request_id!r} is in use by an unfinished request")
         params = sampling_params or SamplingParams()
@@ -182,6 +186,8 @@ class Engine:
                 f"the prompt has {len(ids)} tokens, but max_model_len is {limit} and must leave room for one more"
             )
         state = RequestState(request_id, text, ids)
+        if arrival_time is not None:
+            state.metrics = RequestMetrics(arrival_time=arrival_time)
         if params.prompt_logprobs is not None:
             state.prompt_logprobs = list[dict[int, Logprob] | None]([None] * len(ids))
         array = np.asarray(ids, np.int32)

@@ -104,11 +104,12 @@ async def send(client: httpx.AsyncClient, target: Target, request: BenchRequest)
 
 
 def _has_token(event: dict[str, Any]) -> bool:
+    """Whether the event brings a token; that of completions may have no text yet (part of a character)."""
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
-        if choice.get("text") or any(
-            delta.get(name) for name in ("content", "reasoning_content", "tool_calls")
-        ):
+        if choice.get("text") or ("text" in choice and choice.get("finish_reason") is None):
+            return True
+        if any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls")):
             return True
     return False
 

@@ -122,7 +122,8 @@ class AsyncEngine:
         internal = f"{request_id}#{next(self._numbers)}"
         self._streams[internal] = stream
         self._arriving.add(internal)
-        self._command(lambda: self._add(internal, prompt, params, priority))
+        arrival = time.monotonic()  # it may have to wait for a step before the engine takes it in
+        self._command(lambda: self._add(internal, prompt, params, priority, arrival))
         finished = False
         try:
             while not finished:
@@ -217,7 +218,9 @@ class AsyncEngine:
             logger.exception("the engine has failed")
             self._fail(error)
 
-    def _add(self, internal: str, prompt: Prompt, params: SamplingParams, priority: int) -> None:
+    def _add(
+        self, internal: str, prompt: Prompt, params: SamplingParams, priority: int, arrival: float
+    ) -> None:
         self._arriving.discard(internal)
         stream = self._streams.get(internal)
         if stream is None:  # its caller has left already
@@ -226,7 +229,7 @@ class AsyncEngine:
             self._wake_up(stream, error=EngineFailedError(f"the engine has failed: {self.failure}"))
             return
         try:
-            self.engine.add_request(internal, prompt, params, priority=priority)
+            self.engine.add_request(internal, prompt, params, priority=priority, arrival_time=arrival)
         except ValueError as error:
             self._wake_up(stream, error=error)
 

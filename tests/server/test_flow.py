@@ -121,6 +121,27 @@ def test_an_answer_that_nobody_takes_frees_its_pages():
     asyncio.run(leave())
 
 
+def test_waiting_for_a_step_counts_as_waiting():
+    async def late() -> None:
+        one = engine()
+        served = AsyncEngine(one)
+        served.start()
+        await collect(served, "warm", [1], 2)
+        slow_down(one, 0.3)
+        first = asyncio.create_task(collect(served, "first", [1], 3))
+        await asyncio.sleep(0.15)  # in the middle of a step
+        begin, last = time.monotonic(), None
+        async for output in served.generate("second", [2], params(1)):
+            last = output
+        waited = time.monotonic() - begin
+        assert last is not None and last.metrics is not None and waited > 0.4
+        assert waited - 0.1 < (last.metrics.time_to_first_token or 0) <= waited
+        await first
+        await served.drain(5)
+
+    asyncio.run(late())
+
+
 def test_a_name_used_again_gets_nothing_of_its_predecessor():
     async def again() -> None:
         served = AsyncEngine(engine())
