@@ -379,7 +379,7 @@ def random_load(server: Server, count: int, kinds: int = 60, seed: int = 0) -> d
         for number in range(kinds)
     ]
     with tempfile.TemporaryDirectory() as folder:
-        alone = build_engine(Path(folder), max_num_seqs=1, page_pool_bytes=2 << 20)
+        alone = build_engine(Path(folder), max_num_seqs=1, max_num_batched_tokens=16, page_pool_bytes=2 << 20)
         expected = []
         for body in bodies:
             params = SamplingParams(**{name: value for name, value in body.items() if name != "prompt"})
