@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from rimuru_jax.host.adjuster import AdjusterPolicy
 from rimuru_jax.host.pool_plan import MemoryPolicy
 
 
@@ -43,6 +44,8 @@ class EngineConfig:
     """Which experts stay: by an offline profile, or the most recently used."""
     expert_hotset_path: str | None = None
     """Profile written by `rimuru hotset record`. None: all experts count as equally likely."""
+    adjuster_policy: AdjusterPolicy = "watermark"
+    """How far "elastic" goes: "watermark" gives up experts for whoever needs pages, "throughput" as far as it pays."""
     expand_patience: int = 0
     """Passes with a surplus of pages before experts are taken back."""
     verify_checkpoint: bool = True
@@ -63,6 +66,7 @@ class EngineConfig:
             ("mamba_ssm_cache_dtype", ("float32", "bfloat16")),
             ("scheduling_policy", ("fcfs", "priority")),
             ("expert_cache_policy", ("hotset", "lru")),
+            ("adjuster_policy", ("watermark", "throughput")),
         ):
             if getattr(self, name) not in wanted:
                 raise ValueError(

@@ -144,6 +144,7 @@ class Engine:
                 policy=config.scheduling_policy,
                 memory_policy=config.memory_policy,
                 expand_patience=config.expand_patience,
+                adjuster_policy=config.adjuster_policy,
                 **limits,
             ),
             allocator,
@@ -497,6 +498,7 @@ def plan_for(model: ModelConfig, config: EngineConfig, default_pool_bytes: int |
         loading_buffer_experts=config.loading_buffer_experts,
         max_model_len=config.max_model_len,
         model_len_limit=model.max_position_embeddings,
+        adjuster_policy=config.adjuster_policy,
     )
 
 

@@ -20,6 +20,7 @@ LAYERS = (
     ("request_state",),
     ("engine",),
     ("server", "bench"),
+    ("experiments",),
     ("cli",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -9,34 +9,12 @@ from typing import Any, Literal
 
 import httpx
 
+from rimuru_jax.bench.report import BenchResult
 from rimuru_jax.bench.workload import BenchRequest
 
 type Backend = Literal["openai", "openai-chat"]
 
 ENDPOINTS: dict[Backend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
-
-
-@dataclass(slots=True)
-class BenchResult:
-    """Of one request. Times are in seconds."""
-
-    start: float
-    """On the clock of `time.perf_counter`."""
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    ttft: float = 0.0
-    """Time to the first token."""
-    itl: list[float] = field(default_factory=list)
-    """Times between tokens that came one after another."""
-    latency: float = 0.0
-    """Time to the last token."""
-    error: str = ""
-    """Why it failed; empty if it did not."""
-
-    @property
-    def tpot(self) -> float:
-        """Mean time of each token after the first."""
-        return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

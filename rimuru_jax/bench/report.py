@@ -1,11 +1,34 @@
 """Figures of a benchmark, under vLLM's names."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from rimuru_jax.bench.client import BenchResult
+
+@dataclass(slots=True)
+class BenchResult:
+    """Of one request. Times are in seconds."""
+
+    start: float
+    """On the clock of whoever measures."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    ttft: float = 0.0
+    """Time to the first token."""
+    itl: list[float] = field(default_factory=list)
+    """Times between tokens that came one after another."""
+    latency: float = 0.0
+    """Time to the last token."""
+    error: str = ""
+    """Why it failed; empty if it did not."""
+
+    @property
+    def tpot(self) -> float:
+        """Mean time of each token after the first."""
+        return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+
 
 METRICS = {
     "ttft": "Time to first token",

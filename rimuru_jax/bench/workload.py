@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -181,6 +182,18 @@ def trace_requests(maker: PromptMaker, path: Path, count: int) -> list[BenchRequ
     if not requests:
         raise ValueError(f"{path} holds no requests")
     return requests
+
+
+def trace_lengths(path: Path, count: int) -> list[BenchRequest]:
+    """The same without prompts."""
+    rows = list(itertools.islice(_trace_rows(path), count))
+    if not rows:
+        raise ValueError(f"{path} holds no requests")
+    first = rows[0][0]
+    return [
+        BenchRequest([], max(1, inputs), max(1, outputs), arrival - first)
+        for arrival, inputs, outputs, _ in rows
+    ]
 
 
 def _trace_rows(path: Path) -> Iterator[tuple[float, int, int, list[int]]]:

@@ -14,6 +14,7 @@ from rimuru_jax.cli.generate import generate
 from rimuru_jax.cli.hotset import hotset
 from rimuru_jax.cli.plan import plan
 from rimuru_jax.cli.serve import serve
+from rimuru_jax.cli.simulate import simulate
 
 USER_ERROR = 2
 INTERRUPTED = 128 + 2
@@ -31,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # its panels cut the names of long options
     invoke_without_command=True,
 )
-for command in (generate, chat, serve, plan, convert):
+for command in (generate, chat, serve, plan, simulate, convert):
     app.command()(command)
 app.add_typer(hotset, name="hotset")
 app.add_typer(bench, name="bench")

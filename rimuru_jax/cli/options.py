@@ -160,6 +160,10 @@ def engine_options(
         Path | None,
         typer.Option(help="Profile written by `rimuru hotset record`."),
     ] = None,
+    adjuster_policy: Annotated[
+        Literal["watermark", "throughput"],
+        typer.Option(help="How far elastic goes: for whoever needs pages, or as far as it pays."),
+    ] = DEFAULTS.adjuster_policy,
     expand_patience: Annotated[
         int,
         typer.Option(help="Passes with a surplus of pages before experts are taken back."),

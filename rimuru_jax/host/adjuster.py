@@ -12,6 +12,8 @@ is what keeps the next pass from shrinking again for the same shortage. With the
     F_b in 2..4m-1   hold                                         the dead zone (2..11 for m = 3)
     F_b >= 4m        expand min(5, floor((F_b - 3m) / m))         leaves F_b >= 3m
 
+Growth also counts the pages of loading buffers that it makes needless, since these return to the surplus.
+
 For m = 3 these are the published numbers (9 kept back, growth from 12). They scale as follows: the growth
 side is measured in experts, so 9 is 3m; the low mark of 2 pages is slack for growing sequences and does not
 depend on how many pages an expert has. For every m >= 1 a shrink alone ends below 4m and an expansion ends
@@ -19,6 +21,10 @@ at 3m >= 2, so that neither triggers the other.
 """
 
 from dataclasses import dataclass
+from typing import Literal
+
+type AdjusterPolicy = Literal["watermark", "throughput"]
+"""How far residency gives way: for whoever needs pages, or as far as it pays (`throughput.most_absent`)."""
 
 LOW_PAGES = 2
 """Pages of surplus below which one expert is given up ahead of need."""
@@ -40,6 +46,7 @@ class PageBalance:
         queue.
       shrinkable: experts resident above the floor of their layers.
       absent: experts not resident.
+      released: pages of loading buffers that nobody needs any more once `release_after` experts are resident again.
     """
 
     free: int
@@ -48,6 +55,8 @@ class PageBalance:
     demand: int = 0
     shrinkable: int = 0
     absent: int = 0
+    released: int = 0
+    release_after: int = 0
 
     @property
     def signed(self) -> int:
@@ -103,6 +112,10 @@ def decide(
     if surplus < LOW_PAGES:
         return Decision(experts=-min(1, balance.shrinkable), state=AdjusterState())
     growth = (surplus - RESERVED_EXPERTS * matrices) // matrices
+    if growth < balance.release_after <= MAX_EXPANSION:
+        # What the loading buffers give back counts, if they would.
+        later = (surplus + balance.released - RESERVED_EXPERTS * matrices) // matrices
+        growth = balance.release_after if later >= balance.release_after else growth
     if growth < 1:
         return Decision(experts=0, state=AdjusterState())
     if state.surplus_passes < expand_patience:

@@ -63,6 +63,11 @@ class PageAllocator:
         self._pending: deque[list[tuple[PageStore, tuple[Units, Units, Units]]]] = deque()
 
     @property
+    def capacity_expert_pages(self) -> int:
+        """Expert pages that the whole pool holds, scratch aside."""
+        return (self.num_huge_pages - 1) * self.layout.pages_per_huge(EXPERT)
+
+    @property
     def free_expert_pages(self) -> int:
         """Expert-sized pages that can be had right now (huge pages, in a layout without experts)."""
         loose = self._stores[self._expert].num_free if self._expert >= 0 else 0

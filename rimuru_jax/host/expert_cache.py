@@ -94,13 +94,13 @@ class ExpertCache:
     """Owns the pages of resident experts and of the loading buffers, and the expert table.
 
     Every layer keeps at least `floor` = num_experts - expert_offload_limit experts resident once `fill` has run. Two
-    sets of loading buffers, `buffer_experts` experts each (never more than may be away), are taken from the allocator
-    here and stay; layer l uses set l % 2.
+    sets of loading buffers hold as many experts as a layer lacks on average, up to `buffer_experts` each; layer l uses
+    set l % 2.
 
     Attributes:
       table: int32[L, E, m], page id or HOST per matrix: resident experts only, as the next step sees them.
       resident: bool[L, E], experts shown in `table`.
-      buffer_pages: int32[2, B, m], pages of the loading buffers.
+      buffer_pages: int32[2, B, m], pages of the loading buffers as the next step sees them.
       version: changes whenever `step_tables` would return something else.
     """
 
@@ -142,12 +142,25 @@ class ExpertCache:
         self._loads = np.full((num_layers, self.buffer_experts), -1, np.int32)
         self._stale_layers = np.ones(num_layers, bool)  # rows of _effective and _loads to be made anew
         self._ranked: tuple[int, np.ndarray] | None = None
-        self.buffer_pages = self._take_buffers()
+        self.buffer_pages = np.zeros((2, 0, matrices), np.int32)
+        need, free = self.most_buffer_pages, allocator.free_expert_pages
+        if need > free:
+            page = allocator.layout[EXPERT].stride_bytes
+            raise ValueError(
+                f"two loading buffers of {self.buffer_experts} experts take {need} pages "
+                f"({format_bytes(need * page)}), but the pool has {free}: "
+                "raise page_pool_bytes or lower loading_buffer_experts"
+            )
 
     @property
     def floor_pages(self) -> int:
         """Expert pages held when every layer is at its floor, loading buffers included."""
-        return len(self.resident) * self.floor * self.matrices + self.buffer_pages.size
+        return len(self.resident) * self.floor * self.matrices + self.most_buffer_pages
+
+    @property
+    def most_buffer_pages(self) -> int:
+        """Pages of the loading buffers when they are largest."""
+        return 2 * self.buffer_experts * self.matrices
 
     @property
     def shrinkable_experts(self) -> int:
@@ -165,9 +178,21 @@ class ExpertCache:
         return int(self._per_layer.sum())
 
     @property
+    def num_experts(self) -> int:
+        """Experts of all layers."""
+        return self._held.size
+
+    @property
     def absent_experts(self) -> int:
         """Experts that hold no pages."""
         return int(self._held.size - np.count_nonzero(self._held))
+
+    @property
+    def experts_to_smaller_buffers(self) -> int:
+        """Experts that must become resident for each loading buffer to need one expert less; 0 if none can."""
+        return max(0, self.absent_experts - len(self.resident) * (self.buffer_pages.shape[1] - 1)) * (
+            self.buffer_pages.shape[1] > 0
+        )
 
     def fill(self, keep_free_pages: int) -> list[ExpertCopy]:
         """Start-up: make experts resident, most probable first, and return the copies to do before the first step.
@@ -181,12 +206,16 @@ class ExpertCache:
         floor = per_layer[:, : self.floor].ravel()
         above = order[~np.isin(order, floor)]
         free = self._allocator.free_expert_pages
-        extra = max(0, (free - keep_free_pages) // self.matrices - len(floor))
-        chosen = np.concatenate([floor, above[:extra]])
+        chosen, buffers = floor, 0
+        for buffers in range(self.buffer_experts + 1):
+            room = free - keep_free_pages - 2 * buffers * self.matrices
+            chosen = np.concatenate([floor, above[: max(0, room // self.matrices - len(floor))]])
+            if len(order) - len(chosen) <= buffers * layers:
+                break
         copies = self._take(chosen)
-        if copies is None:
+        if copies is None or not self._resize_buffers(buffers):
             page = self._allocator.layout[EXPERT].stride_bytes
-            need = len(floor) * self.matrices
+            need = len(floor) * self.matrices + self.most_buffer_pages
             raise ValueError(
                 f"{self.floor} of {experts} experts per layer must be resident, which takes {need} pages "
                 f"({format_bytes(need * page)}) of the {free} ({format_bytes(free * page)}) left in the pool: "
@@ -200,6 +229,7 @@ class ExpertCache:
         if self._arriving:
             self._show(self._arriving)
             self._arriving = []
+        self.fit_buffers(0)
 
     def expand(self, n: int) -> list[ExpertCopy]:
         """Take pages for the `n` most probable absent experts; shown in the table from the next pass on.
@@ -235,6 +265,13 @@ class ExpertCache:
             self.version += 1
         return len(victims)
 
+    def fit_buffers(self, spare_pages: int) -> None:
+        """Size the loading buffers by the experts that a layer lacks on average; they grow within `spare_pages`."""
+        layers, experts = self.resident.shape
+        absent = layers * experts - self.resident_experts
+        affordable = self.buffer_pages.shape[1] + spare_pages // (2 * self.matrices)
+        self._resize_buffers(min(self.buffer_experts, -(-absent // layers), affordable))
+
     def consolidate(self, num_huge_pages: int) -> list[PageMove]:
         """Move pages of resident experts together until up to `num_huge_pages` more huge pages are free.
 
@@ -266,7 +303,7 @@ class ExpertCache:
         """
         for layer in np.flatnonzero(self._stale_layers).tolist():
             order = np.argsort(-self._policy.scores()[layer], kind="stable")
-            away = order[~self.resident[layer, order]][: self.buffer_experts]
+            away = order[~self.resident[layer, order]][: self.buffer_pages.shape[1]]
             self._loads[layer] = -1
             self._loads[layer, : len(away)] = away
             self._effective[layer] = self.table[layer]
@@ -274,21 +311,23 @@ class ExpertCache:
         self._stale_layers[:] = False
         return self._effective.copy(), self._loads.copy()
 
-    def _take_buffers(self) -> np.ndarray:
-        shape = (2, self.buffer_experts, self.matrices)
-        need = 2 * self.buffer_experts * self.matrices
-        if not need:
-            return np.zeros(shape, np.int32)
-        free = self._allocator.free_expert_pages
-        ids = self._allocator.allocate(BUFFERS, {EXPERT: need})
-        if ids is None:
-            page = self._allocator.layout[EXPERT].stride_bytes
-            raise ValueError(
-                f"two loading buffers of {self.buffer_experts} experts take {need} pages "
-                f"({format_bytes(need * page)}), but the pool has {free}: "
-                "raise page_pool_bytes or lower loading_buffer_experts"
-            )
-        return ids[EXPERT].reshape(shape).astype(np.int32)
+    def _resize_buffers(self, experts: int) -> bool:
+        """Make each set of loading buffers as large as `experts`, if there are pages for it; whether it now is."""
+        held = self.buffer_pages.shape[1]
+        if experts < held:
+            leaving = self.buffer_pages[:, experts:].ravel()
+            self._allocator.free(BUFFERS, EXPERT, leaving, delay=self._reclaim_delay)
+            self.buffer_pages = self.buffer_pages[:, :experts].copy()
+        elif experts > held:
+            ids = self._allocator.allocate(BUFFERS, {EXPERT: 2 * (experts - held) * self.matrices})
+            if ids is None:
+                return False
+            more = ids[EXPERT].reshape(2, experts - held, self.matrices).astype(np.int32)
+            self.buffer_pages = np.concatenate([self.buffer_pages, more], axis=1)
+        if experts != held:
+            self._stale_layers[:] = True
+            self.version += 1
+        return True
 
     def _order(self) -> np.ndarray:
         """All experts as layer * E + expert, most worth keeping first."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from rimuru_jax.host.adjuster import RESERVED_EXPERTS
+from rimuru_jax.host.adjuster import RESERVED_EXPERTS, AdjusterPolicy
 from rimuru_jax.host.allocator import BUFFERS, EXPERTS, PageAllocator
 from rimuru_jax.host.page_layout import EXPERT, PageKind, PageLayout, format_bytes
 
@@ -121,11 +121,13 @@ def plan_pool(
     loading_buffer_experts: int,
     max_model_len: int | None,
     model_len_limit: int,
+    adjuster_policy: AdjusterPolicy = "watermark",
 ) -> PoolPlan:
     """Settle the offload limit, the loading buffers and the longest request for a pool of `pool_bytes`.
 
     An offload limit of "auto" is the smallest that leaves room for the longest request; under "elastic" at least half
-    of the experts may go, so that a burst has something to take. `max_model_len` None is the model's own limit or as
+    of the experts may go, so that a burst has something to take, and under its policy "throughput", which weighs what it
+    takes, all but those of one token. `max_model_len` None is the model's own limit or as
     much of it as fits. Raises ValueError, naming the least pool that would do, when one request cannot fit.
     """
     _check_arguments(
@@ -158,6 +160,8 @@ def plan_pool(
     else:
         # At the least the experts of one token stay, so that a lone stream does not live on the host alone.
         least = num_experts // 2 if memory_policy == "elastic" else 0
+        if memory_policy == "elastic" and adjuster_policy == "throughput":
+            least = max(least, num_experts - num_experts_per_tok)
         limits = list(range(least, max(least, num_experts - num_experts_per_tok) + 1))
         limits += [num_experts] if limits[-1] < num_experts else []
     for limit in limits:

@@ -16,12 +16,12 @@ Every pass plans tokens, frees pages, waits for a named event, or fails one requ
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from rimuru_jax.host.adjuster import AdjusterState, PageBalance, decide
+from rimuru_jax.host.adjuster import LOW_PAGES, AdjusterPolicy, AdjusterState, PageBalance, decide
 from rimuru_jax.host.allocator import BUFFERS, EXPERTS, PageAllocator
 from rimuru_jax.host.batch import Batch, Demand, ScheduledChunk
 from rimuru_jax.host.expert_cache import ExpertCache, ExpertCopy, PageMove
@@ -29,6 +29,10 @@ from rimuru_jax.host.metrics import Metrics
 from rimuru_jax.host.page_layout import EXPERT, format_bytes
 from rimuru_jax.host.page_tables import PageTables
 from rimuru_jax.host.request import Request, RequestStatus
+from rimuru_jax.host.throughput import StepCosts, most_absent
+
+REVIEW_PASSES = 4
+"""Passes after which "throughput" thinks again about how many experts may be absent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,8 @@ class SchedulerConfig:
         residency with the load.
       reclaim_delay: passes after which freed pages and slots may be handed out again, at least 1.
       expand_patience: see `adjuster.decide`.
+      adjuster_policy: "watermark" gives up experts for whoever needs pages; "throughput" only as far as more requests at
+        once are worth the bytes that each step then fetches (`throughput.most_absent`).
     """
 
     max_num_seqs: int
@@ -53,6 +59,7 @@ class SchedulerConfig:
     memory_policy: Literal["static", "fixed", "elastic"] = "elastic"
     reclaim_delay: int = 1
     expand_patience: int = 0
+    adjuster_policy: AdjusterPolicy = "watermark"
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -65,6 +72,10 @@ class SchedulerConfig:
         if self.memory_policy not in ("static", "fixed", "elastic"):
             raise ValueError(
                 f"memory_policy is {self.memory_policy!r}, it must be 'static', 'fixed' or 'elastic'"
+            )
+        if self.adjuster_policy not in get_args(AdjusterPolicy.__value__):
+            raise ValueError(
+                f"adjuster_policy is {self.adjuster_policy!r}, it must be 'watermark' or 'throughput'"
             )
         if self.reclaim_delay < 1:
             raise ValueError(f"reclaim_delay is {self.reclaim_delay} passes, it must be at least 1")
@@ -116,7 +127,12 @@ class Scheduler:
         self._cache = expert_cache
         self._metrics = metrics
         self._requests: dict[str, Request] = {}
+        self.step_costs: StepCosts | None = None
+        """What steps cost at present, as far as the caller knows; "throughput" is "watermark" without it."""
         self._adjuster = AdjusterState()
+        self._most_absent: int | None = (
+            None  # experts that may be absent in all; None: as many as the floors allow
+        )
         self._last_move = 0  # sign of the last change of residency
         self._page_moves: list[PageMove] = []  # of the pass being planned
         self._batch = Batch(
@@ -128,8 +144,9 @@ class Scheduler:
         )
         # An allocator that holds nothing but the floor of residency: what a request could ever get when alone.
         self._at_floor = PageAllocator(allocator.layout, allocator.num_huge_pages)
-        self._at_floor.allocate(BUFFERS, {EXPERT: expert_cache.buffer_pages.size})
-        self._at_floor.allocate(EXPERTS, {EXPERT: expert_cache.floor_pages - expert_cache.buffer_pages.size})
+        buffers = expert_cache.most_buffer_pages
+        self._at_floor.allocate(BUFFERS, {EXPERT: buffers})
+        self._at_floor.allocate(EXPERTS, {EXPERT: expert_cache.floor_pages - buffers})
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -212,6 +229,7 @@ class Scheduler:
         self._cache.begin_pass()
         self._batch.begin_pass()
         self._page_moves = []
+        self._review()
 
         lacking, preempted, rejected = self._grow()
         chunks, budget = self._plan_running(lacking)
@@ -290,7 +308,7 @@ class Scheduler:
             short = self._allocator.shortfall(demands)
             if short > 0 and self._consolidate(demands):
                 short = self._allocator.shortfall(demands)
-            if self.running and short > 0:
+            if self.running and short + self._owed_pages() > 0:
                 return short
             if not self._batch.admit(request):
                 return None
@@ -316,7 +334,7 @@ class Scheduler:
         """
         allocator, cache, metrics = self._allocator, self._cache, self._metrics
         free, returning = allocator.free_expert_pages, allocator.returning_expert_pages
-        shrinkable = cache.shrinkable_experts
+        shrinkable = self._shrinkable()
         short = None
         if self.waiting and self._batch.slot_is_coming:
             short = short_of_head
@@ -332,6 +350,8 @@ class Scheduler:
             demand=free + short,
             shrinkable=shrinkable,
             absent=cache.absent_experts,
+            released=2 * cache.matrices,
+            release_after=cache.experts_to_smaller_buffers,
         )
         decision = decide(
             balance, self._adjuster, matrices=cache.matrices, expand_patience=self.config.expand_patience
@@ -341,6 +361,8 @@ class Scheduler:
         metrics.set("adjuster_f_b", balance.surplus)
         shrunk = cache.shrink(-decision.experts) if decision.experts < 0 else 0
         copies = cache.expand(decision.experts) if decision.experts > 0 else []
+        if decision.experts == 0:
+            cache.fit_buffers(max(0, balance.surplus - LOW_PAGES))
         if shrunk:
             self._batch.note_freed()
         if shrunk or copies:
@@ -352,6 +374,42 @@ class Scheduler:
             metrics.add("expert_reversals", int(move == -self._last_move))
             self._last_move = move
         return copies
+
+    def _review(self) -> None:
+        """Settle how many experts may be absent for the next passes, if that is for "throughput" to say."""
+        policy, costs = self.config.adjuster_policy, self.step_costs
+        if policy == "watermark" or costs is None or len(self.running) < 2:
+            self._most_absent = None
+        elif self._most_absent is None or self._batch.step % REVIEW_PASSES == 0:
+            allocator, cache = self._allocator, self._cache
+            held = (cache.num_experts - cache.absent_experts) * cache.matrices + cache.buffer_pages.size
+            of_requests = allocator.capacity_expert_pages - held
+            of_requests -= allocator.free_expert_pages + allocator.returning_expert_pages
+            self._most_absent = most_absent(
+                costs,
+                capacity=allocator.capacity_expert_pages,
+                layers=len(cache.resident),
+                experts=cache.num_experts,
+                matrices=cache.matrices,
+                buffer_experts=cache.buffer_experts,
+                limit=cache.absent_experts + cache.shrinkable_experts,
+                pages_per_request=max(1, of_requests) / len(self.running),
+                requests=min(self.config.max_num_seqs, len(self.running) + len(self.waiting)),
+            )
+
+    def _shrinkable(self) -> int:
+        """Experts that may be given up now."""
+        shrinkable = self._cache.shrinkable_experts
+        # Whoever runs alone gets what there is: nobody else could make room.
+        if self._most_absent is None or len(self.running) < 2:
+            return shrinkable
+        return min(shrinkable, max(0, self._most_absent - self._cache.absent_experts))
+
+    def _owed_pages(self) -> int:
+        """Expert pages that are to become resident again before anyone is admitted."""
+        if self._most_absent is None:
+            return 0
+        return max(0, self._cache.absent_experts - self._most_absent) * self._cache.matrices
 
     def _consolidate(self, demands: Sequence[Demand]) -> bool:
         """Move experts together where whole huge pages are missing; whether that made any."""
@@ -392,7 +450,7 @@ class Scheduler:
 
     def _reclaimable(self, demands: Sequence[Demand]) -> bool:
         """Whether free, returning and shrinkable pages together cover the demands."""
-        coming = self._allocator.returning_expert_pages + self._cache.shrinkable_pages
+        coming = self._allocator.returning_expert_pages + self._shrinkable() * self._cache.matrices
         return self._allocator.shortfall(demands) <= coming
 
     def _youngest(self) -> Request | None:

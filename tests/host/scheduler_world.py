@@ -15,6 +15,7 @@ from rimuru_jax.host.page_layout import PageKind, PageLayout
 from rimuru_jax.host.page_tables import PageTables
 from rimuru_jax.host.request import Request, RequestStatus
 from rimuru_jax.host.scheduler import Scheduler, SchedulerConfig, StepPlan
+from rimuru_jax.host.throughput import StepCosts
 
 PAGE_TOKENS = 4
 EXPERT_BYTES = 256
@@ -53,6 +54,7 @@ class Setup:
     memory_policy: Literal["static", "fixed", "elastic"] = "elastic"
     reclaim_delay: int = 1
     expand_patience: int = 0
+    adjuster_policy: Literal["watermark", "throughput"] = "watermark"
 
 
 class World:
@@ -93,11 +95,18 @@ class World:
             memory_policy=setup.memory_policy,
             reclaim_delay=setup.reclaim_delay,
             expand_patience=setup.expand_patience,
+            adjuster_policy=setup.adjuster_policy,
         )
         self.content = np.full(huge * self.layout.pages_per_huge("expert"), -1)
         """Which matrix, as (layer * experts + expert) * matrices + i, each expert-sized page of the pool holds."""
         self._copy(self.cache.fill(0 if setup.memory_policy != "fixed" else self.capacity))
         self.scheduler = Scheduler(config, self.allocator, self.tables, self.cache, self.metrics)
+        # Steps that wait for one absent expert of a layer take as long as with four times the requests.
+        self.scheduler.step_costs = StepCosts(
+            requests=(1, 4),
+            absent=(0, 1, setup.experts),
+            seconds=((1, 1, setup.experts), (2, 2, setup.experts)),
+        )
         self.requests: list[Request] = []
         self.arrivals = 0
         self.passes = 0
@@ -268,10 +277,14 @@ class World:
             self.operations += experts
             if event.name == "shrink":
                 wanted = -(-(shortage + 1) // setup.matrices) if shortage else 1
-                assert surplus < 2 and experts == min(wanted, experts + self.cache.shrinkable_experts)
+                assert surplus < 2 and experts <= wanted
+                if setup.adjuster_policy == "watermark":
+                    assert experts == min(wanted, experts + self.cache.shrinkable_experts)
             else:
                 assert experts == len(plan.expert_copies) <= 5
-                assert surplus - experts * setup.matrices >= 3 * setup.matrices
+                # Loading buffers may give back the pages of an expert each.
+                released = 2 * setup.matrices * (self.cache.buffer_pages.shape[1] > 0)
+                assert surplus + released - experts * setup.matrices >= 3 * setup.matrices
         if (ledger := self.allocator.ledger()) != self._ledger or self._calls != self.operations:
             self.allocator.check_ledger()
         self._ledger, self._calls = ledger, self.operations

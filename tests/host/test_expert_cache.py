@@ -192,6 +192,7 @@ def test_step_tables_pad_when_little_is_away():
     cache, _ = _cache(pages=24 + 12, expert_offload_limit=2, buffer_experts=2)
     cache.fill(keep_free_pages=0)
     cache.shrink(1)
+    cache.fit_buffers(spare_pages=6)
     _, loads = cache.step_tables()
     assert loads.tolist() == [[1, -1], [-1, -1]]
 
@@ -200,6 +201,7 @@ def test_an_expert_being_expanded_is_still_loaded_in_this_step():
     cache, allocator = _cache(pages=24 + 6, buffer_experts=1)
     cache.fill(keep_free_pages=0)
     cache.shrink(1)
+    cache.fit_buffers(spare_pages=6)
     _next_pass(cache, allocator)
     (copy,) = cache.expand(1)
     effective, loads = cache.step_tables()

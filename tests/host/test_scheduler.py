@@ -9,6 +9,8 @@ from scheduler_world import Setup, World
 from rimuru_jax.host.request import RequestStatus
 from rimuru_jax.host.scheduler import SchedulerConfig, StepPlan
 
+BUFFERS = 6
+"""Pages of the loading buffers, which stay free as long as no expert is absent."""
 FIXED = Setup(memory_policy="fixed", max_num_batched_tokens=64)
 
 
@@ -284,7 +286,7 @@ def test_slots_come_back_after_the_delay(delay: int):
 
 def test_a_running_request_waits_for_pages_that_experts_give_up():
     """Four requests start a page in the same pass; the free page serves two, three more are on their way."""
-    world = _world(memory_policy="elastic", pages=18 + 5, reclaim_delay=3)
+    world = _world(memory_policy="elastic", pages=18 + 5 - BUFFERS, reclaim_delay=3)
     for _ in range(4):
         world.add(7, 12)
     plans = world.run(3)
@@ -300,7 +302,9 @@ def test_a_running_request_waits_for_pages_that_experts_give_up():
 @pytest.mark.parametrize("delay", [1, 2, 3])
 def test_experts_shrink_once_for_the_same_pages(delay: int):
     """5 pages are free, the request needs 8: R_b = 3 takes two experts, whose pages are then waited for."""
-    world = _world(memory_policy="elastic", pages=18 + 5, reclaim_delay=delay, max_num_batched_tokens=64)
+    world = _world(
+        memory_policy="elastic", pages=18 + 5 - BUFFERS, reclaim_delay=delay, max_num_batched_tokens=64
+    )
     world.add(60, 2)
     plans = world.run(delay + 1)
     assert [plan.waiting_for for plan in plans] == [*["reclaim"] * delay, None]
@@ -313,7 +317,7 @@ def test_experts_shrink_once_for_the_same_pages(delay: int):
 @pytest.mark.parametrize("delay", [1, 2, 3])
 def test_a_burst_shrinks_the_experts_and_the_lull_grows_them_back(delay: int):
     """All experts and 12 pages: six requests of 5 pages, four at a time, need 8 more."""
-    world = _world(memory_policy="elastic", pages=18 + 12, reclaim_delay=delay)
+    world = _world(memory_policy="elastic", pages=18 + 12 - BUFFERS, reclaim_delay=delay)
     assert world.cache.absent_experts == 0
     for _ in range(6):
         world.add(20, 20)
@@ -331,7 +335,7 @@ def test_a_burst_shrinks_the_experts_and_the_lull_grows_them_back(delay: int):
 
 def test_experts_do_not_shrink_for_a_head_they_cannot_help():
     """Two requests of 8 pages leave 7 of 23 for experts; the third needs 8 and waits for a completion."""
-    world = _world(memory_policy="elastic", pages=23, max_num_batched_tokens=256)
+    world = _world(memory_policy="elastic", pages=23, buffers=0, max_num_batched_tokens=256)
     first = world.add(60, 4)
     world.add(60, 4)
     while len(world.scheduler.running) < 2:
@@ -387,7 +391,7 @@ def test_units_that_return_inside_a_shared_page_are_waited_for():
 def test_every_kind_gets_its_minimum_whoever_holds_the_rest(kind, hoard):
     """Law 6: experts, states or keys and values have taken everything above the floors when a newcomer arrives."""
     world = _world(
-        kind=kind, memory_policy="elastic", pages=30, layers=2, experts=6, offload=5, matrices=3,
+        kind=kind, memory_policy="elastic", pages=30 - BUFFERS, layers=2, experts=6, offload=5, matrices=3,
         max_num_seqs=16, max_num_batched_tokens=64,
     )  # fmt: skip
     needs = {placed.kind.name: placed.units_for(2) for placed in world.layout.sequence_kinds}

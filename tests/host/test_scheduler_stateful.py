@@ -24,6 +24,7 @@ setups = st.builds(
     memory_policy=st.sampled_from(["static", "fixed", "elastic", "elastic", "elastic"]),
     reclaim_delay=st.integers(1, 3),
     expand_patience=st.sampled_from([0, 0, 5]),
+    adjuster_policy=st.sampled_from(["watermark", "throughput"]),
 )
 
 

@@ -1,0 +1,305 @@
+"""The real scheduler, allocator and adjuster over a pool that exists only in numbers.
+
+Steps take the time that the cost model gives them, and requests end after as many tokens as the trace says, so that a
+run shows what would be admitted, preempted and moved on any card, without one.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rimuru_jax.bench.report import BenchResult
+from rimuru_jax.config import EngineConfig
+from rimuru_jax.engine import fingerprint, hotset_profile, layout_for, plan_for
+from rimuru_jax.experiments.cards import Card
+from rimuru_jax.experiments.cost import CostModel, Work
+from rimuru_jax.host.allocator import PageAllocator
+from rimuru_jax.host.expert_cache import ExpertCache, residency_policy
+from rimuru_jax.host.hotset import HotsetProfile
+from rimuru_jax.host.metrics import Metrics
+from rimuru_jax.host.page_layout import EXPERT
+from rimuru_jax.host.page_tables import PageTables
+from rimuru_jax.host.prefetch import loads_ahead
+from rimuru_jax.host.request import Request
+from rimuru_jax.host.scheduler import Scheduler, SchedulerConfig
+from rimuru_jax.host.throughput import StepCosts
+from rimuru_jax.models.config import ElementBytes, ModelConfig
+
+ROUTING = {"uniform": 0.0, "early_layer": 0.5, "typical": 0.8, "steep": 1.2}
+"""Exponents s of an expert's popularity, 1 / rank^s: from none to what single-domain code shows."""
+
+
+WARM_UP_CONTEXT = 512
+"""Tokens of the contexts that steps are measured with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request of a trace."""
+
+    seconds: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One entry per step."""
+
+    seconds: list[float] = field(default_factory=list)
+    """When the step ended."""
+    running: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    resident_experts: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    host_bytes: list[float] = field(default_factory=list)
+    """Fetched from host memory in the step."""
+    pool_bytes: dict[str, list[int]] = field(default_factory=dict)
+    """In use by each kind of page, "free" for the rest."""
+
+
+@dataclass(slots=True)
+class SimulationResult:
+    requests: list[BenchResult]
+    timeline: Timeline
+    counters: dict[str, int | float]
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.seconds[-1] if self.timeline.seconds else 0.0
+
+    @property
+    def steps(self) -> int:
+        return len(self.timeline.seconds)
+
+    @property
+    def peak_running(self) -> int:
+        return max(self.timeline.running, default=0)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "steps": self.steps,
+            "peak_running": self.peak_running,
+            "counters": self.counters,
+            "timeline": dataclasses.asdict(self.timeline),
+        }
+
+
+def powers_of_two(limit: int) -> list[int]:
+    return [*(2**i for i in range(limit.bit_length()) if 2**i < limit), limit]
+
+
+def popularity(model: ModelConfig, exponent: float, seed: int = 0) -> np.ndarray:
+    """float64[L, E], each layer's experts in an order of its own; rows sum to 1."""
+    rng = np.random.default_rng(seed)
+    experts = model.moe.num_experts
+    weights = np.arange(1, experts + 1, dtype=np.float64) ** -exponent
+    rows = np.stack([rng.permutation(weights) for _ in model.moe_layers])
+    return rows / rows.sum(axis=1, keepdims=True)
+
+
+def matched_profile(model: ModelConfig, shares: np.ndarray) -> HotsetProfile:
+    """The profile that a recording of this routing would give."""
+    tokens = 1_000_000
+    counts = np.rint(shares * tokens).astype(np.int64)
+    return HotsetProfile(model=fingerprint(model), counts=counts, tokens=tokens, data="the simulated routing")
+
+
+class Simulation:
+    """One engine that does not exist.
+
+    Args:
+        config: as for an `Engine`; `page_pool_bytes` must be given.
+        shares: float64[L, E], see `popularity`.
+        profile: what residency follows; None: the one that `config` names, or the uniform one.
+
+    Raises ValueError in one sentence when the pool is too small.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        card: Card,
+        shares: np.ndarray,
+        profile: HotsetProfile | None = None,
+    ) -> None:
+        if config.page_pool_bytes is None:
+            raise ValueError("a simulation needs page_pool_bytes: no device says how much memory there is")
+        self.plan = plan_for(model, config)
+        recurrent = 4 if config.mamba_ssm_cache_dtype == "float32" else 2
+        element = 4 if config.dtype == "float32" else 2
+        size = ElementBytes(weight=element, state=element, recurrent=recurrent)
+        self._cost, self._card = CostModel(model, size, card, shares), card
+        self._rng = np.random.default_rng(0)
+        self.metrics = Metrics()
+        self._allocator = PageAllocator(self.plan.layout, self.plan.num_huge_pages)
+        limits = {"max_num_seqs": config.max_num_seqs, "max_model_len": self.plan.max_model_len}
+        self._tables = PageTables(self.plan.layout, **limits)
+        self._experts = ExpertCache(
+            num_layers=len(model.moe_layers),
+            num_experts=model.moe.num_experts,
+            matrices=model.moe.matrices,
+            allocator=self._allocator,
+            policy=residency_policy(
+                config.expert_cache_policy, profile or hotset_profile(model, config.expert_hotset_path)
+            ),
+            expert_offload_limit=self.plan.expert_offload_limit,
+            buffer_experts=self.plan.buffer_experts,
+        )
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                policy=config.scheduling_policy,
+                memory_policy=config.memory_policy,
+                expand_patience=config.expand_patience,
+                adjuster_policy=config.adjuster_policy,
+                **limits,
+            ),
+            self._allocator,
+            self._tables,
+            self._experts,
+            self.metrics,
+        )
+        self._experts.fill(self.plan.pages_kept_free)
+        self._scheduler.step_costs = self._measure(config.max_num_seqs)
+        self._learns = config.expert_cache_policy == "lru"
+        self._shown = -1
+        self._loaded = np.zeros(self._experts.resident.shape, bool)
+
+    def run(
+        self,
+        arrivals: Sequence[Arrival],
+        *,
+        until: float = float("inf"),
+        progress: Callable[[int], None] = lambda finished: None,
+    ) -> SimulationResult:
+        """Serve requests in the order of their arrival, to the end or for `until` seconds.
+
+        Requests that could never be served have an error; those that are not done have latency 0.
+        """
+        results = [BenchResult(start=a.seconds, prompt_tokens=a.prompt_tokens) for a in arrivals]
+        last_token: dict[int, float] = {}
+        timeline, now, next_arrival, finished = Timeline(), 0.0, 0, 0
+        while now < until and (next_arrival < len(arrivals) or self._scheduler.has_unfinished()):
+            if not self._scheduler.has_unfinished():
+                now = max(now, arrivals[next_arrival].seconds)
+            while next_arrival < len(arrivals) and arrivals[next_arrival].seconds <= now:
+                results[next_arrival].error = self._add(next_arrival, arrivals[next_arrival])
+                next_arrival += 1
+            if not self._scheduler.has_unfinished():
+                continue
+            plan = self._scheduler.schedule()
+            self._tables.take_updates()
+            seconds, fetched = self._step(plan)
+            now += seconds
+            for request in plan.rejected:
+                results[request.arrival].error = "rejected"
+            for request in self._scheduler.update(plan, [0] * len(plan.chunks)):
+                result = results[request.arrival]
+                if result.output_tokens == 0:
+                    result.ttft = now - result.start
+                else:
+                    result.itl.append(now - last_token[request.arrival])
+                last_token[request.arrival] = now
+                result.output_tokens += 1
+                if len(request.output_token_ids) == request.max_tokens or (
+                    request.num_tokens >= self.plan.max_model_len
+                ):
+                    result.latency = now - result.start
+                    self._scheduler.finish(request, "length")
+                    finished += 1
+            self._record(timeline, now, sum(chunk.num_tokens for chunk in plan.chunks), fetched)
+            progress(finished)
+        return SimulationResult(results, timeline, dict(self.metrics.counters))
+
+    def _measure(self, max_num_seqs: int) -> StepCosts:
+        """What an engine measures when it warms up: decodes with the same number of experts away from every layer."""
+        shape, buffers = self._experts.resident.shape, self._experts.buffer_experts
+        requests, absent = powers_of_two(max_num_seqs), [0, *powers_of_two(shape[1])]
+
+        def seconds(rows: int, away: int) -> float:
+            number = np.broadcast_to(np.arange(shape[1]), shape)
+            resident, loaded = number >= away, (number < min(away, buffers)) & self._loads_ahead(rows)
+            return self._cost.step([Work(1, WARM_UP_CONTEXT)] * rows, resident, loaded).seconds
+
+        return StepCosts(
+            requests=tuple(requests),
+            absent=tuple(absent),
+            seconds=tuple(tuple(seconds(rows, away) for away in absent) for rows in requests),
+        )
+
+    def _loads_ahead(self, tokens: int) -> bool:
+        moe = self._cost.model.moe
+        return loads_ahead(tokens, moe.num_experts, moe.num_experts_per_tok)
+
+    def _add(self, number: int, arrival: Arrival) -> str:
+        """Queue a request; why it cannot be served, if it cannot."""
+        request = Request(str(number), [0] * arrival.prompt_tokens, arrival.output_tokens, arrival=number)
+        try:
+            self._scheduler.add(request)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _step(self, plan: Any) -> tuple[float, float]:
+        """Seconds of a step, and the bytes it fetches from the host."""
+        if self._shown != self._experts.version:
+            self._shown = self._experts.version
+            _, loads = self._experts.step_tables()
+            self._loaded[:] = False
+            layer, place = np.nonzero(loads >= 0)
+            self._loaded[layer, loads[layer, place]] = True
+        page_bytes = self.plan.layout[EXPERT].stride_bytes
+        copied = len(plan.expert_copies) * self._experts.matrices * page_bytes
+        seconds = copied / self._card.host_rate
+        seconds += 2 * len(plan.page_moves) * page_bytes / self._card.memory_rate
+        if not plan.chunks:
+            return seconds + self._card.step_seconds, copied
+        rows = [Work(chunk.num_tokens, chunk.start + chunk.num_tokens) for chunk in plan.chunks]
+        loaded = self._loaded & self._loads_ahead(sum(row.tokens for row in rows))
+        time = self._cost.step(rows, self._experts.resident, loaded)
+        if self._learns:
+            self._experts.observe(self._rng.random(time.touched.shape) < time.touched)
+        return seconds + time.seconds, copied + time.host_bytes
+
+    def _record(self, timeline: Timeline, now: float, tokens: int, fetched: float) -> None:
+        timeline.seconds.append(now)
+        timeline.tokens.append(tokens)
+        timeline.running.append(int(self.metrics.gauges["num_requests_running"]))
+        timeline.waiting.append(int(self.metrics.gauges["num_requests_waiting"]))
+        timeline.resident_experts.append(self._experts.resident_experts)
+        timeline.host_bytes.append(fetched)
+        for kind, used in self._used().items():
+            timeline.pool_bytes.setdefault(kind, []).append(used)
+
+    def _used(self) -> dict[str, int]:
+        layout, ledger = self.plan.layout, self._allocator.ledger()
+        used = {}
+        for placed in layout.kinds:
+            counts, unit = ledger.kinds[placed.kind.name], placed.stride_bytes * placed.kind.run
+            used[placed.kind.name] = counts.used * unit
+            if counts.pinned:
+                used["loading buffers"] = counts.pinned * unit
+        used["free"] = (self.plan.num_huge_pages - 1) * layout.huge_page_bytes - sum(used.values())
+        return used
+
+
+def pool_for(model: ModelConfig, config: EngineConfig, device_bytes: int, resident_bytes: int) -> int:
+    """Bytes of a pool beside the resident weights and a workspace of 1 GiB, in whole pools.
+
+    Raises ValueError when the weights alone do not fit.
+    """
+    layout = layout_for(model, config)
+    step = layout.huge_page_multiple * layout.huge_page_bytes
+    room = device_bytes - resident_bytes - 2**30
+    if room < 2 * step:
+        raise ValueError(
+            f"{device_bytes} bytes of device memory do not hold {resident_bytes} bytes of resident weights, "
+            "a workspace of 1 GiB and a page pool: take a card with more memory"
+        )
+    return room // step * step
