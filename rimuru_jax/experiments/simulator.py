@@ -283,7 +283,7 @@ class Simulation:
         for placed in layout.kinds:
             counts, unit = ledger.kinds[placed.kind.name], placed.stride_bytes * placed.kind.run
             used[placed.kind.name] = counts.used * unit
-            if counts.pinned:
+            if placed.kind.name == EXPERT:
                 used["loading buffers"] = counts.pinned * unit
         used["free"] = (self.plan.num_huge_pages - 1) * layout.huge_page_bytes - sum(used.values())
         return used
