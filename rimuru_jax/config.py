@@ -34,8 +34,11 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     memory_policy: MemoryPolicy = "elastic"
     """"static": all experts resident. "fixed": each layer at its floor. "elastic": residency moves with the load."""
+    gpu_memory_utilization: float = 0.92
+    """Share of a GPU's memory that may be used in all; the pool gets what weights and the largest step leave of it."""
     page_pool_bytes: int | None = None
-    """Bytes of the page pool. None: all experts and a few long requests, at most half of the free memory."""
+    """Bytes of the page pool. None: on a GPU by `gpu_memory_utilization`; else all experts and a few long requests, at
+    most half of the free memory."""
     expert_offload_limit: int | Literal["auto"] = "auto"
     """Experts of a layer that may be away from the pool, at most."""
     loading_buffer_experts: int = 32
@@ -48,6 +51,8 @@ class EngineConfig:
     """How far "elastic" goes: "watermark" gives up experts for whoever needs pages, "throughput" as far as it pays."""
     expand_patience: int = 0
     """Passes with a surplus of pages before experts are taken back."""
+    compile_ahead: bool | None = None
+    """Compile all shapes of steps before serving, rather than when they first come. None: on a GPU."""
     verify_checkpoint: bool = True
     """Compare a packed checkpoint with its checksums while loading."""
 

@@ -1,20 +1,30 @@
 """The engine: a model in one page pool, requests in, tokens out.
 
 Wires the host (scheduler, allocator, expert cache) to the device (serving loop, sampler). One `step` is: plan, hand
-over what changed, run the model, choose tokens, deliver them.
+over what changed, start the model, deliver the tokens of the step before, start the choice of tokens. So the device
+has a step to run while the host plans the next; tokens go from step to step on the device:
+
+    host     plan 2, run 2 | deliver 1, sample 2 | plan 3, run 3 | deliver 2, sample 3 | ...
+    device   model 1, sample 1 | model 2                         , sample 2 | model 3 ...
+
+When tokens are chosen all before them are known, which penalties and grammars want. A request whose end only its token
+tells is in the next step by then; what comes out there is dropped.
 """
 
 import itertools
+import logging
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from rimuru_jax.array_types import RouterCounts
 from rimuru_jax.config import EngineConfig
 from rimuru_jax.host.allocator import PageAllocator
 from rimuru_jax.host.expert_cache import HOST, ExpertCache, residency_policy
@@ -25,6 +35,7 @@ from rimuru_jax.host.page_tables import PageTables
 from rimuru_jax.host.pool_plan import PoolPlan, choose_layout, plan_pool
 from rimuru_jax.host.request import Request
 from rimuru_jax.host.scheduler import ScheduledChunk, Scheduler, SchedulerConfig, StepPlan
+from rimuru_jax.memory_budget import MemoryBudget, measure, reserve_memory
 from rimuru_jax.models.checkpoint import LoadedModel, load_checkpoint
 from rimuru_jax.models.config import ElementBytes, ModelConfig
 from rimuru_jax.models.context import ModelSpec
@@ -32,11 +43,18 @@ from rimuru_jax.models.default_model import DEFAULT_POOL_BYTES, cache_dir, defau
 from rimuru_jax.models.random_weights import random_model, skewed
 from rimuru_jax.models.registry import parse_config, read_config
 from rimuru_jax.models.stack import stack_params
-from rimuru_jax.outputs import FinishReason, Logprob, RequestMetrics, RequestOutput
+from rimuru_jax.outputs import FinishReason, Logprob, RequestOutput
 from rimuru_jax.request_state import Completion, Prompt, RequestState, token_logprobs
-from rimuru_jax.sampling import SampledTokens, build_sampling_inputs, sample_compiled
+from rimuru_jax.sampling import (
+    SampledTokens,
+    SamplingFeatures,
+    SamplingInputs,
+    SamplingRow,
+    TokenLogprobs,
+    build_sampling_inputs,
+)
 from rimuru_jax.sampling_params import SamplingParams
-from rimuru_jax.serving_loop import Chunk, ServingLoop, StepOutputs, pack
+from rimuru_jax.serving_loop import IN_FLIGHT, Chunk, ServingLoop, StepOutputs, buckets, pack
 from rimuru_jax.structured_output import GrammarCompiler
 from rimuru_jax.tokenizer import (
     IncrementalDetokenizer,
@@ -46,8 +64,46 @@ from rimuru_jax.tokenizer import (
     require_tokenizer,
 )
 
+logger = logging.getLogger(__name__)
+
 type LoadProgress = Callable[[float, str], None]
 """Called with the fraction done, 0 to 1, and what is being done."""
+
+
+_IGNORED_ROW = SamplingRow(
+    params=SamplingParams(temperature=0),
+    seed=0,
+    prompt_token_ids=(),
+    output_token_ids=(),
+    num_output_tokens=0,
+    stop_token_ids=(),
+)
+"""Of a request that has ended while its step was on the way: nobody reads the token."""
+
+
+class _PromptLogprobs(NamedTuple):
+    """Some prompt log-probabilities of one request, still on the device."""
+
+    state: RequestState
+    completion: Completion
+    position: int
+    """Of the first token they are about, in the prompt."""
+    rows: int
+    width: int
+    logprobs: TokenLogprobs
+
+
+class _RunningStep(NamedTuple):
+    """A step that the device has been given, and what its delivery needs to know."""
+
+    plan: StepPlan
+    sampled: SampledTokens
+    router_counts: RouterCounts
+    prompt_logprobs: list[_PromptLogprobs]
+    in_pool: np.ndarray
+    """bool[L, E]: experts that the step finds in the pool, loading buffers included."""
+    buffered: np.ndarray
+    """bool[L, E]: those in loading buffers."""
 
 
 class Engine:
@@ -92,20 +148,32 @@ class Engine:
         self.grammars = GrammarCompiler(
             self.tokenizer, self.tokenizer_folder, self.model_config.vocab_size, self._eos_token_ids
         )
+        _use_compilation_cache()
         fallback = DEFAULT_POOL_BYTES if model is None else None
+        report(0.0, "measuring memory")
+        self.memory_budget = self._memory_budget() if fallback is None else None
+        """What the pool's size follows from; None where it is given, and on a CPU."""
+        if self.memory_budget is not None:
+            fallback = self.memory_budget.pool_bytes
         self.plan = plan_for(self.model_config, self.config, fallback)
         profile = hotset_profile(self.model_config, self.config.expert_hotset_path)
-
-        _use_compilation_cache()
         loaded = model
         if folder is not None:
             loaded = self._load(folder, report)
         assert isinstance(loaded, LoadedModel)
         report(1.0, "placing experts")
         self._build(stack_params(self.model_config, loaded.params), loaded.host_pages, profile)
+        ahead = self.config.compile_ahead
+        if _on_gpu() if ahead is None else ahead:
+            shapes = list(buckets(self.config.max_num_batched_tokens, self.config.max_num_seqs))
+            self.loop.warm_up(shapes, report)
         self._states: dict[str, RequestState] = {}
         self._completions: dict[Request, tuple[RequestState, Completion]] = {}
         self._arrivals = itertools.count()
+        self._running: _RunningStep | None = None
+        """The step that the device was given last, whose tokens have not been delivered."""
+        self._sampled: tuple[list[Completion | None], int, SamplingInputs, SamplingFeatures] | None = None
+        """Rows of the newest step and what was asked of the sampler, if that may be asked again."""
         self._unreported: dict[str, RequestState] = {}
         """Requests that ended outside of a step's normal course: the next `step` reports them."""
 
@@ -122,9 +190,31 @@ class Engine:
             )
         return load_checkpoint(folder, config.dtype, report, config.verify_checkpoint)
 
+    def _spec(self, layout: PageLayout) -> ModelSpec:
+        config = self.config
+        return ModelSpec.create(self.model_config, layout, config.dtype, config.mamba_ssm_cache_dtype)
+
+    def _memory_budget(self) -> MemoryBudget | None:
+        config, model = self.config, self.model_config
+        reserve_memory(config.gpu_memory_utilization)
+        if config.page_pool_bytes is not None or not _on_gpu():
+            return None
+        layout = layout_for(model, config)
+        budget = measure(
+            model,
+            self._spec(layout),
+            layout,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len or model.max_position_embeddings,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        logger.info("memory of the device:\n%s", budget.describe())
+        return budget
+
     def _build(self, params: Mapping[str, Any], host_pages: np.ndarray, profile: HotsetProfile) -> None:
         config, plan, moe = self.config, self.plan, self.model_config.moe
-        spec = ModelSpec.create(self.model_config, plan.layout, config.dtype, config.mamba_ssm_cache_dtype)
+        spec = self._spec(plan.layout)
         self.metrics = Metrics()
         allocator = PageAllocator(plan.layout, plan.num_huge_pages)
         limits = {"max_num_seqs": config.max_num_seqs, "max_model_len": plan.max_model_len}
@@ -188,7 +278,7 @@ class Engine:
             )
         state = RequestState(request_id, text, ids)
         if arrival_time is not None:
-            state.metrics = RequestMetrics(arrival_time=arrival_time)
+            state.times["arrival_time"] = arrival_time
         if params.prompt_logprobs is not None:
             state.prompt_logprobs = list[dict[int, Logprob] | None]([None] * len(ids))
         array = np.asarray(ids, np.int32)
@@ -283,7 +373,11 @@ class Engine:
     # The step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; return every request that got a token or ended, as it now stands."""
+        """Start one step and wait for the one before; return every request that got a token or ended, as it now stands."""
+        return [state.output() for state in self._advance()]
+
+    def _advance(self) -> list[RequestState]:
+        """`step`, without the outputs of requests."""
         changed, self._unreported = self._unreported, {}
         plan = self.scheduler.schedule()
         self.loop.update_tables(self._page_tables.take_updates())
@@ -300,35 +394,74 @@ class Engine:
             self.loop.set_experts(pages, loads, self.experts.buffer_pages)
             self._in_pool = pages[:, :, 0] != HOST
             self._buffered = self._in_pool & ~self.experts.resident
-        if plan.chunks:
-            outputs = self.loop.run(pack([self._chunk(chunk) for chunk in plan.chunks]))
-            self._deliver(plan, outputs, changed)
+        outputs = self.loop.run(pack([self._chunk(chunk) for chunk in plan.chunks])) if plan.chunks else None
+        if self._running is not None:
+            self._deliver(self._running, changed)
+        self._running = self._sample(plan, outputs) if outputs is not None else None
         for request_id, state in changed.items():
             if state.finished:
                 self._states.pop(request_id, None)
-        return [state.output() for state in changed.values()]
+        return list(changed.values())
+
+    def _sample(self, plan: StepPlan, outputs: StepOutputs) -> "_RunningStep":
+        """Start the choice of a step's tokens, all tokens before which are known by now."""
+        inputs, features = self._sampling_inputs(plan, outputs.logits.shape[0])
+        step = _RunningStep(
+            plan=plan,
+            sampled=self.loop.sample(outputs, inputs, features),
+            router_counts=outputs.router_counts,
+            prompt_logprobs=list(self._start_prompt_logprobs(plan, outputs)),
+            in_pool=self._in_pool,
+            buffered=self._buffered,
+        )
+        for array in jax.tree.leaves((step.sampled, step.router_counts)):
+            array.copy_to_host_async()
+        return step
+
+    def _sampling_inputs(self, plan: StepPlan, num_rows: int) -> tuple[SamplingInputs, SamplingFeatures]:
+        """Those of the step before, with other token indices, where its rows are the same and look at no other token."""
+        found = [self._completions.get(chunk.request) for chunk in plan.chunks]
+        completions = [entry[1] if entry else None for entry in found]
+        if self._sampled is not None and self._sampled[:2] == (completions, num_rows):
+            _, _, inputs, features = self._sampled
+            index = np.zeros(num_rows, np.int32)
+            index[: len(found)] = [len(c.request.output_token_ids) if c else 0 for c in completions]
+            return inputs.replace(token_index=index), features  # type: ignore[attr-defined]
+        rows = [completion.sampling_row() if completion else _IGNORED_ROW for completion in completions]
+        inputs, features = build_sampling_inputs(rows, num_rows)
+        changing = (
+            features.repetition_penalty,
+            features.output_penalties,
+            features.banned_ids,
+            features.token_mask,
+        )
+        self._sampled = None if any(changing) else (completions, num_rows, inputs, features)
+        return inputs, features
 
     def _chunk(self, chunk: ScheduledChunk) -> Chunk:
-        request, end = chunk.request, chunk.start + chunk.num_tokens
-        prompt = request.prompt_token_ids
-        ids = prompt[chunk.start : end]
-        if end > len(prompt):
-            ids = ids + request.output_token_ids[max(0, chunk.start - len(prompt)) : end - len(prompt)]
+        request, start, num_tokens, _ = chunk
         self._completions[request][0].scheduled()
-        return Chunk(request.slot, ids, chunk.start)
+        prompt, output = request.prompt_token_ids, request.output_token_ids
+        if start == len(prompt) + len(output):
+            return Chunk(request.slot, (IN_FLIGHT,), start)
+        end = start + num_tokens
+        ids = prompt[start:end]
+        if end > len(prompt):
+            ids = ids + output[max(0, start - len(prompt)) : end - len(prompt)]
+        return Chunk(request.slot, ids, start)
 
-    def _deliver(self, plan: StepPlan, outputs: StepOutputs, changed: dict[str, RequestState]) -> None:
-        completions = [self._completions[chunk.request][1] for chunk in plan.chunks]
-        rows = [completion.sampling_row() for completion in completions]
-        inputs, features = build_sampling_inputs(rows, outputs.logits.shape[0])
-        sampled: SampledTokens = jax.device_get(sample_compiled(outputs.logits, inputs, features))
-        self._prompt_logprobs(plan, outputs)
-        self._count_experts(np.asarray(outputs.router_counts))
-        self.num_routed_tokens += sum(chunk.num_tokens for chunk in plan.chunks)
+    def _deliver(self, step: "_RunningStep", changed: dict[str, RequestState]) -> None:
+        """Wait for a step, and give its tokens to the requests."""
+        sampled: SampledTokens = jax.device_get(step.sampled)
+        self._deliver_prompt_logprobs(step)
+        self._count_experts(np.asarray(step.router_counts), step.in_pool, step.buffered)
+        chunks = step.plan.chunks
+        self.num_routed_tokens += sum(chunk.num_tokens for chunk in chunks)
 
-        tokens = sampled.token_ids[: len(plan.chunks)]  # padding rows sampled too
-        row_of = {chunk.request: row for row, chunk in enumerate(plan.chunks)}
-        for request in self.scheduler.update(plan, tokens):  # type: ignore[arg-type]
+        tokens = sampled.token_ids[: len(chunks)]  # padding rows sampled too
+        row_of = {chunk.request: row for row, chunk in enumerate(chunks)}
+        now = time.monotonic()
+        for request in self.scheduler.update(step.plan, tokens):  # type: ignore[arg-type]
             row = row_of[request]
             state, completion = self._completions[request]
             changed[state.request_id] = state
@@ -336,7 +469,7 @@ class Engine:
                 request.output_token_ids.pop()
                 self._end(completion, "error")
                 continue
-            state.progressed()
+            state.progressed(now)
             token = int(tokens[row])
             if sampled.logprobs is not None and completion.params.logprobs is not None:
                 width = min(completion.params.logprobs, self.model_config.vocab_size)
@@ -345,37 +478,44 @@ class Engine:
             if reason := completion.accept(token, request.length_limit(self.plan.max_model_len)):
                 self._end(completion, reason)
 
-    def _count_experts(self, counts: np.ndarray) -> None:
+    def _count_experts(self, counts: np.ndarray, in_pool: np.ndarray, buffered: np.ndarray) -> None:
         """Take in the router counts of a step: where the chosen experts were, and what the policy learns."""
         self.router_counts += counts
         self.experts.observe(counts)
         chosen = counts > 0
-        touched, in_pool, buffered, loaded = (
-            int(np.count_nonzero(mask))
-            for mask in (chosen, chosen & self._in_pool, chosen & self._buffered, self._buffered)
+        touched, hits, buffer_hits, loaded = (
+            int(np.count_nonzero(mask)) for mask in (chosen, chosen & in_pool, chosen & buffered, buffered)
         )
-        self.metrics.add("expert_hits", in_pool - buffered)
-        self.metrics.add("expert_buffer_hits", buffered)
-        self.metrics.add("expert_host_reads", touched - in_pool)
+        self.metrics.add("expert_hits", hits - buffer_hits)
+        self.metrics.add("expert_buffer_hits", buffer_hits)
+        self.metrics.add("expert_host_reads", touched - hits)
         self.metrics.add("expert_pages_loaded", loaded * self.experts.matrices)
 
-    def _prompt_logprobs(self, plan: StepPlan, outputs: StepOutputs) -> None:
-        """Fill in the prompt log-probabilities that this step's hidden states give."""
+    def _start_prompt_logprobs(self, plan: StepPlan, outputs: StepOutputs) -> Iterator["_PromptLogprobs"]:
+        """The prompt log-probabilities that a step's hidden states give, part by part."""
         first = 0
         for chunk in plan.chunks:
+            first, here = first + chunk.num_tokens, first
+            if chunk.request not in self._completions:
+                continue
             state, completion = self._completions[chunk.request]
-            entries, prompt = state.prompt_logprobs, state.prompt_token_ids
-            targets = prompt[chunk.start + 1 : chunk.start + chunk.num_tokens + 1]
-            if entries is not None and completion.index == 0 and targets:
-                wanted = completion.params.prompt_logprobs or 0
-                width = min(wanted, self.model_config.vocab_size)
-                tokenizer = self.tokenizer if completion.params.detokenize else None
+            targets = state.prompt_token_ids[chunk.start + 1 : chunk.start + chunk.num_tokens + 1]
+            if state.prompt_logprobs is not None and completion.index == 0 and targets:
+                width = min(completion.params.prompt_logprobs or 0, self.model_config.vocab_size)
                 position = chunk.start + 1
-                for part in self.loop.prompt_logprobs(outputs.hidden, first, targets, width):
-                    for row in range(len(part.logprob)):
-                        entries[position] = token_logprobs(row, prompt[position], part, width, tokenizer)
-                        position += 1
-            first += chunk.num_tokens
+                for count, part in self.loop.prompt_logprobs(outputs.hidden, here, targets, width):
+                    yield _PromptLogprobs(state, completion, position, count, width, part)
+                    position += count
+
+    def _deliver_prompt_logprobs(self, step: "_RunningStep") -> None:
+        for state, completion, position, rows, width, logprobs in step.prompt_logprobs:
+            entries, prompt = state.prompt_logprobs, state.prompt_token_ids
+            assert entries is not None
+            tokenizer = self.tokenizer if completion.params.detokenize else None
+            part = jax.device_get(logprobs)
+            for row in range(rows):
+                token = prompt[position + row]
+                entries[position + row] = token_logprobs(row, token, part, width, tokenizer)
 
     def _end(self, completion: Completion, reason: FinishReason) -> None:
         completion.close()
@@ -415,9 +555,9 @@ class Engine:
             with Progress(console=Console(stderr=True), disable=not use_tqdm, transient=True) as bar:
                 task = bar.add_task("generating", total=len(prompts))
                 while len(done) < len(ids):
-                    for output in self.step():
-                        if output.finished and output.request_id in ids:
-                            done[output.request_id] = output
+                    for state in self._advance():
+                        if state.finished and state.request_id in ids:
+                            done[state.request_id] = state.output()
                             bar.advance(task)
         finally:
             for request_id in ids:
@@ -522,11 +662,12 @@ def _default_pool_bytes(model: ModelConfig, layout: PageLayout) -> int:
     states = sum(placed.units_for(tokens) * placed.stride_bytes for placed in layout.sequence_kinds)
     experts = len(model.moe_layers) * model.moe.num_experts * model.moe.matrices * layout[EXPERT].stride_bytes
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if jax.default_backend() == "gpu":
-        stats = jax.devices()[0].memory_stats() or {}
-        free = stats["bytes_limit"] - stats["bytes_in_use"]
     wanted = experts + 8 * states + 2 * layout.huge_page_multiple * layout.huge_page_bytes
     return max(min(wanted, free // 2), 2 * layout.huge_page_multiple * layout.huge_page_bytes)
+
+
+def _on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
 
 
 def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:

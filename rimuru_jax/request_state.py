@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,8 @@ class Completion:
             return "stop"
         if self.grammar is not None and self.grammar.done:
             return "stop"
-        return "length" if request.num_tokens >= length_limit else None
+        known = len(request.prompt_token_ids) + len(request.output_token_ids)
+        return "length" if known >= length_limit else None
 
     def close(self) -> None:
         """Release text that was held back; call it once, when the completion has ended."""
@@ -121,26 +122,28 @@ class RequestState:
     prompt_token_ids: list[int]
     completions: list[Completion] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
+    times: dict[str, float] = field(default_factory=lambda: {"arrival_time": time.monotonic()})
+    """Those of `RequestMetrics` that have come."""
 
     @property
     def finished(self) -> bool:
         return all(completion.request.finished for completion in self.completions)
 
     def scheduled(self) -> None:
-        if self.metrics.first_scheduled_time is None:
-            self.metrics = replace(self.metrics, first_scheduled_time=time.monotonic())
+        if "first_scheduled_time" not in self.times:
+            self.times["first_scheduled_time"] = time.monotonic()
 
-    def progressed(self) -> None:
-        now = time.monotonic()
-        first = self.metrics.first_token_time or now
-        self.metrics = replace(self.metrics, first_token_time=first, last_token_time=now)
+    def progressed(self, now: float) -> None:
+        """A token came at `now`, in seconds of the monotonic clock."""
+        self.times.setdefault("first_token_time", now)
+        self.times["last_token_time"] = now
 
     def output(self) -> RequestOutput:
         finished = self.finished
-        if finished and self.metrics.finished_time is None:
-            preemptions = sum(completion.request.num_preemptions for completion in self.completions)
-            self.metrics = replace(self.metrics, finished_time=time.monotonic(), num_preemptions=preemptions)
+        if finished:
+            self.times.setdefault("finished_time", time.monotonic())
+        preemptions = sum([completion.request.num_preemptions for completion in self.completions])
+        metrics = RequestMetrics(**self.times, num_preemptions=preemptions)
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -148,5 +151,5 @@ class RequestState:
             prompt_logprobs=self.prompt_logprobs,
             outputs=[completion.output() for completion in self.completions],
             finished=finished,
-            metrics=self.metrics,
+            metrics=metrics,
         )

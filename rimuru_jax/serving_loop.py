@@ -5,14 +5,19 @@ Use it through `Engine`, or alone with a scheduler of your own:
     loop = ServingLoop(spec, params, host_pages, layout, num_huge_pages=..., max_num_seqs=..., max_model_len=...)
     loop.update_tables({"kv": (index, page)})          # pages of a slot, as your allocator handed them out
     outputs = loop.run(pack([Chunk(slot, tokens, 0)]))  # writes keys and values, gives logits of each chunk's end
-    tokens = sample(outputs.logits, ...)
+    tokens = loop.sample(outputs, *build_sampling_inputs(...))
+    loop.run(pack([Chunk(slot, [IN_FLIGHT], len(tokens))]))  # goes on with the sampled token, which stays on the device
 
 Every call is asynchronous as in all of JAX. What a step was given is never changed under it: arrays are copied when
 they are handed over, and pages or slots may be given to the next step as soon as this one is dispatched.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 import jax
@@ -26,16 +31,28 @@ from rimuru_jax.host.page_layout import PageLayout
 from rimuru_jax.host_memory import device_view
 from rimuru_jax.models import stack
 from rimuru_jax.models.context import Batch, ExpertTables, ModelSpec, PageTables
-from rimuru_jax.models.stack import StackParams
+from rimuru_jax.models.stack import StackParams, param_shapes
 from rimuru_jax.pallas.memory_view import WORD_BYTES
 from rimuru_jax.pallas.page_loads import PageLoads
 from rimuru_jax.pallas.page_update import load_pages, move_pages
-from rimuru_jax.sampling import TokenLogprobs, compute_logprobs
+from rimuru_jax.sampling import (
+    SampledTokens,
+    SamplingFeatures,
+    SamplingInputs,
+    TokenLogprobs,
+    build_sampling_inputs,
+    compute_logprobs,
+    sample,
+    sample_compiled,
+)
 
 MIN_PREFILL_TOKENS = 16
 
 LOADING_BLOCKS = 8
 """Thread blocks that copy pages while the others compute: enough to use all of PCIe."""
+
+IN_FLIGHT = -1
+"""In place of a token id: the token that was last sampled for the slot."""
 
 
 class Chunk(NamedTuple):
@@ -44,8 +61,18 @@ class Chunk(NamedTuple):
     slot: int
     """Row of the sequence in the page tables."""
     token_ids: Sequence[int]
+    """IN_FLIGHT stands for the token sampled last."""
     start: int
     """Position of the first token; all before it are in the sequence's pages already."""
+
+
+NOMINAL_POOL_BYTES = 1 << 30
+
+UPDATE_SIZES = (64, 1024, 16384)
+"""Entries of the page tables that are written at once; few sizes, so that few programs do it."""
+
+COPY_PAGES = 64
+"""Expert pages that are copied or moved at once."""
 
 
 class Bucket(NamedTuple):
@@ -63,9 +90,11 @@ class StepOutputs(NamedTuple):
     hidden: Hidden
     """Final hidden states of all tokens, for `prompt_logprobs`."""
     router_counts: RouterCounts
+    slots: Int32[Array, " S"]
+    """Of each row; past the last slot for padding."""
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "decode"), donate_argnames=("pool",))
+@functools.partial(jax.jit, static_argnames=("spec", "decode", "unrolled"), donate_argnames=("pool",))
 def step(
     spec: ModelSpec,
     params: StackParams,
@@ -74,13 +103,31 @@ def step(
     tables: PageTables,
     experts: ExpertTables,
     batch: Batch,
+    last_tokens: Int32[Array, " Q"],
     *,
     decode: bool,
+    unrolled: bool = False,
 ) -> tuple[Pool, StepOutputs]:
-    """One forward pass over a batch. The pool is donated: use the one that comes back."""
-    out = stack.forward(spec, params, pool, host_pages, tables, experts, batch, decode=decode)
+    """One forward pass over a batch. The pool is donated: use the one that comes back.
+
+    `last_tokens` are the ids sampled last for each slot, which take the place of IN_FLIGHT in the batch.
+    """
+    ids = batch.token_ids
+    known = jnp.where(ids == IN_FLIGHT, last_tokens[batch.slots[batch.rows]], ids)
+    batch = batch.replace(token_ids=known)  # type: ignore[attr-defined]
+    out = stack.forward(
+        spec, params, pool, host_pages, tables, experts, batch, decode=decode, unrolled=unrolled
+    )
     logits = stack.logits(spec, params, out.hidden[batch.logit_tokens])
-    return out.pool, StepOutputs(logits, out.hidden, out.router_counts)
+    slots = jnp.where(batch.context_len > 0, batch.slots, last_tokens.shape[0])
+    return out.pool, StepOutputs(logits, out.hidden, out.router_counts, slots)
+
+
+@functools.partial(jax.jit, donate_argnums=(0,))
+def _remember(
+    last_tokens: Int32[Array, " Q"], slots: Int32[Array, " S"], tokens: Int32[Array, " S"]
+) -> Int32[Array, " Q"]:
+    return last_tokens.at[slots].set(tokens, mode="drop")
 
 
 @functools.partial(jax.jit, static_argnames=("num_logprobs",), static_argnums=(0,))
@@ -110,34 +157,102 @@ def _empty_pool(huge_pages: int, words: int) -> Pool:
     return jnp.zeros((huge_pages, words), jnp.uint16)
 
 
+def step_shapes(
+    spec: ModelSpec,
+    layout: PageLayout,
+    bucket: Bucket,
+    *,
+    pool_bytes: int,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> tuple[Any, ...]:
+    """Shapes of what `step` takes behind `spec`: enough to compile it."""
+    shape, int32 = jax.ShapeDtypeStruct, jnp.int32
+    moe, layers = spec.config.moe, len(spec.config.moe_layers)
+    loads = (layers + 1, moe.num_experts * moe.matrices)
+    tables = table_shapes(layout, max_num_seqs, max_model_len)
+    return (
+        param_shapes(spec.config, "float32" if spec.dtype == jnp.float32 else "bfloat16"),
+        shape((layout.num_huge_pages(pool_bytes), layout.huge_page_bytes // WORD_BYTES), jnp.uint16),
+        shape((layers * moe.num_experts * moe.matrices, spec.expert_view.words), jnp.uint16),
+        {name: shape(size, int32) for name, size in tables.items()},
+        ExpertTables(
+            pages=shape((layers, moe.num_experts, moe.matrices), int32),  # type: ignore[arg-type]
+            loads=PageLoads(*(shape(size, int32) for size in (loads, loads, (layers + 1,), ()))),  # type: ignore[arg-type]
+        ),
+        jax.tree.map(lambda array: shape(array.shape, array.dtype), empty_batch(bucket)),
+        shape((max_num_seqs,), int32),
+    )
+
+
+def workspace_bytes(
+    spec: ModelSpec, layout: PageLayout, *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int
+) -> int:
+    """Device memory that the largest step takes beside pool, weights and tables: of its program and of the sampler's.
+
+    Compiles both, with a pool of a nominal size. Two steps' results are alive at once, and logits of the sampler.
+    """
+    bucket = bucket_for(max_num_batched_tokens, max_num_seqs)
+    limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
+    shapes = step_shapes(spec, layout, bucket, pool_bytes=NOMINAL_POOL_BYTES, **limits)
+    compiled = step.lower(spec, *shapes, decode=bucket.decode).compile()
+    inputs, _ = build_sampling_inputs([], bucket.rows)
+    sampler = (
+        jax.jit(sample, static_argnames="features")
+        .lower(
+            jax.ShapeDtypeStruct((bucket.rows, spec.config.vocab_size), jnp.float32),
+            inputs,
+            features=SamplingFeatures(random=True, top_k=True, top_p=True),
+        )
+        .compile()
+    )
+    forward, sampling = compiled.memory_analysis(), sampler.memory_analysis()
+    assert forward is not None and sampling is not None
+    results = forward.output_size_in_bytes - forward.alias_size_in_bytes
+    return forward.temp_size_in_bytes + 2 * results + sampling.temp_size_in_bytes
+
+
+def table_shapes(
+    layout: PageLayout, max_num_seqs: int, max_model_len: int
+) -> dict[str, tuple[int, int, int]]:
+    """Shapes `[tables, slots, width]` of the page tables."""
+    shapes = {}
+    for placed in layout.sequence_kinds:
+        tokens = placed.kind.page_tokens
+        width = -(-max_model_len // tokens) if tokens else 1
+        shapes[placed.kind.name] = (placed.tables, max_num_seqs, width)
+    return shapes
+
+
 def pack(chunks: Sequence[Chunk]) -> tuple[Batch, Bucket]:
     """Pack chunks into the smallest bucket that holds them. Numpy arrays that nobody else holds."""
-    num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
-    bucket = bucket_for(num_tokens, len(chunks))
-    tokens, rows, _ = bucket
-    token_ids, positions = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32)
-    token_rows = np.full(tokens, rows - 1, np.int32)
-    slots, context = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-    query_start = np.full(rows + 1, num_tokens, np.int32)
-    first = 0
-    for row, (slot, ids, start) in enumerate(chunks):
-        end = first + len(ids)
-        token_ids[first:end] = ids
-        positions[first:end] = np.arange(start, start + len(ids))
-        token_rows[first:end] = row
-        slots[row], context[row], query_start[row] = slot, start + len(ids), first
-        first = end
-    last = np.maximum(query_start[1:] - 1, 0)
-    batch = Batch(
-        token_ids=token_ids,  # type: ignore[arg-type]
-        positions=positions,  # type: ignore[arg-type]
-        rows=token_rows,  # type: ignore[arg-type]
-        slots=slots,  # type: ignore[arg-type]
-        query_start=query_start,  # type: ignore[arg-type]
-        context_len=context,  # type: ignore[arg-type]
-        logit_tokens=last,  # type: ignore[arg-type]
-    )
+    slots, starts = ([chunk[field] for chunk in chunks] for field in (0, 2))
+    lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
+    ends = np.cumsum(lengths, dtype=np.int32)
+    firsts, context, rows, tokens = ends - lengths, starts + lengths, len(chunks), int(ends[-1])
+    bucket = bucket_for(tokens, rows)
+    batch = empty_batch(bucket)
+    batch.token_ids[:tokens] = list(itertools.chain.from_iterable(chunk.token_ids for chunk in chunks))
+    batch.positions[:tokens] = np.arange(tokens, dtype=np.int32) + np.repeat(starts - firsts, lengths)
+    batch.rows[:tokens] = np.repeat(np.arange(rows, dtype=np.int32), lengths)
+    batch.slots[:rows], batch.context_len[:rows] = slots, context
+    batch.query_start[:rows], batch.query_start[rows:] = firsts, tokens
+    batch.logit_tokens[:] = np.maximum(batch.query_start[1:] - 1, 0)
     return batch, bucket
+
+
+def empty_batch(bucket: Bucket) -> Any:
+    """A `Batch` of nothing but padding, in numpy arrays that nobody else holds."""
+    tokens, rows, _ = bucket
+    return Batch(
+        token_ids=np.zeros(tokens, np.int32),  # type: ignore[arg-type]
+        positions=np.zeros(tokens, np.int32),  # type: ignore[arg-type]
+        rows=np.full(tokens, rows - 1, np.int32),  # type: ignore[arg-type]
+        slots=np.zeros(rows, np.int32),  # type: ignore[arg-type]
+        query_start=np.zeros(rows + 1, np.int32),  # type: ignore[arg-type]
+        context_len=np.zeros(rows, np.int32),  # type: ignore[arg-type]
+        logit_tokens=np.zeros(rows, np.int32),  # type: ignore[arg-type]
+    )
 
 
 def bucket_for(num_tokens: int, num_rows: int) -> Bucket:
@@ -158,6 +273,16 @@ def buckets(max_num_batched_tokens: int, max_num_seqs: int) -> Iterator[Bucket]:
     yield from dict.fromkeys(bucket_for(t, n) for t in sorted(tokens) for n in rows if n < t)
 
 
+def _parts(count: int, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first, number, padded size) of the parts that `count` items are handled in; sizes ascend."""
+    first = 0
+    while first < count:
+        left = count - first
+        size = next((size for size in sizes if size >= left), sizes[-1])
+        yield first, min(left, size), size
+        first += size
+
+
 class ServingLoop:
     """Owns everything on the device: one pool, the page tables, the resident parameters.
 
@@ -167,6 +292,9 @@ class ServingLoop:
         host_pages: uint16 `[pages, words]`, every expert page in (layer, expert, matrix) order; kept, never written.
         layout: of the pool; its `num_huge_pages` rows include the scratch page.
         max_num_seqs, max_model_len: size of the page tables, in slots and tokens.
+
+    Attributes:
+        late_compilations: steps that had to be compiled although `warm_up` was called.
     """
 
     def __init__(
@@ -181,14 +309,23 @@ class ServingLoop:
         max_model_len: int,
     ):
         self.spec = spec
-        self.params: StackParams = jax.tree.map(jnp.asarray, params)
+        self.late_compilations = 0
+        self._device = jax.devices()[0]
+        # A GPU takes the whole step as one graph, for which a loop would be in the way. A CPU gains nothing, and compiles longer.
+        self._unrolled = self._device.platform == "gpu"
+        self._compiled: dict[Bucket, jax.stages.Compiled] = {}
+        self._lowering = threading.Lock()
+        # Everything is bound to the device from the start: what comes out of a step is, and programs tell the two apart.
+        self.params: StackParams = jax.device_put(params, self._device)
         self.host_pages: HostPages = device_view(host_pages)
-        self.pool: Pool = _empty_pool(num_huge_pages, layout.huge_page_bytes // WORD_BYTES)
-        self.tables: dict[str, PageTable] = {}
-        for placed in layout.sequence_kinds:
-            tokens = placed.kind.page_tokens
-            width = -(-max_model_len // tokens) if tokens else 1
-            self.tables[placed.kind.name] = jnp.zeros((placed.tables, max_num_seqs, width), jnp.int32)
+        self.pool: Pool = jax.device_put(
+            _empty_pool(num_huge_pages, layout.huge_page_bytes // WORD_BYTES), self._device
+        )
+        self.last_tokens: Int32[Array, " Q"] = jnp.zeros(max_num_seqs, jnp.int32, device=self._device)
+        self.tables: dict[str, PageTable] = {
+            name: jnp.zeros(shape, jnp.int32, device=self._device)
+            for name, shape in table_shapes(layout, max_num_seqs, max_model_len).items()
+        }
         moe, layers = spec.config.moe, len(spec.config.moe_layers)
         self.set_experts(
             np.full((layers, moe.num_experts, moe.matrices), HOST, np.int32),
@@ -199,11 +336,13 @@ class ServingLoop:
     def update_tables(self, updates: Mapping[str, tuple[HostIntArray, HostIntArray]]) -> None:
         """Write page ids `[U]` at (table, slot, column) `[U, 3]` of each named kind's tables."""
         for kind, (index, pages) in updates.items():
-            size = max(8, 1 << (len(pages) - 1).bit_length())
-            # Padding goes past the end, where a scatter drops it.
-            padded = np.full((size, 3), np.iinfo(np.int32).max, np.int32)
-            padded[: len(pages)] = index
-            self.tables[kind] = _scatter(self.tables[kind], padded, np.resize(pages, size))
+            for first, count, size in _parts(len(pages), UPDATE_SIZES):
+                # Padding goes past the end, where a scatter drops it.
+                where = np.full((size, 3), np.iinfo(np.int32).max, np.int32)
+                where[:count] = index[first : first + count]
+                part = np.zeros(size, np.int32)
+                part[:count] = pages[first : first + count]
+                self.tables[kind] = _scatter(self.tables[kind], where, part)
 
     def set_experts(self, pages: HostIntArray, loads: HostIntArray, buffer_pages: HostIntArray) -> None:
         """Set what the following steps read.
@@ -226,14 +365,12 @@ class ServingLoop:
             counts[layer] = count
         # Not `jnp.array(pages)`: on a CPU that reads aligned memory in place, and copies it behind the running step.
         self.experts = ExpertTables(
-            pages=jnp.asarray(pages.copy()),
-            loads=PageLoads(
-                sources=jnp.asarray(sources),
-                targets=jnp.asarray(targets),
-                counts=jnp.asarray(counts),
-                blocks=jnp.int32(LOADING_BLOCKS),
-            ),
+            pages=self._put(pages.copy()),
+            loads=PageLoads(*map(self._put, (sources, targets, counts, np.array(LOADING_BLOCKS, np.int32)))),
         )
+
+    def _put(self, array: np.ndarray) -> jax.Array:
+        return jax.device_put(array, self._device)
 
     def copy_experts(self, copies: Sequence[ExpertCopy]) -> None:
         """Copy experts from host memory into their pool pages, before the next step."""
@@ -243,52 +380,99 @@ class ServingLoop:
         targets = np.array([copy.pages for copy in copies], np.int32).reshape(-1)
         first = np.array([(c.layer * moe.num_experts + c.expert) * moe.matrices for c in copies], np.int32)
         sources = (first[:, None] + np.arange(moe.matrices, dtype=np.int32)).reshape(-1)
-        size = 1 << (len(targets) - 1).bit_length()
-        self.pool = _load_pages(
-            self.pool,
-            self.host_pages,
-            np.resize(sources, size),
-            np.resize(targets, size),
-            np.int32(len(targets)),
-        )
+        for begin, count, size in _parts(len(targets), (COPY_PAGES,)):
+            ids = (np.resize(array[begin : begin + count], size) for array in (sources, targets))
+            self.pool = _load_pages(self.pool, self.host_pages, *ids, np.int32(count))
 
     def move_experts(self, moves: Sequence[PageMove]) -> None:
         """Copy expert pages elsewhere in the pool, one after another, before the next step and its other copies."""
         if not moves:
             return
         pages = np.array(moves, np.int32)
-        size = 1 << (len(pages) - 1).bit_length()
-        self.pool = _move_pages(
-            self.pool,
-            self.spec.expert_view,
-            np.resize(pages[:, 0], size),
-            np.resize(pages[:, 1], size),
-            np.int32(len(pages)),
-        )
+        for begin, count, size in _parts(len(pages), (COPY_PAGES,)):
+            ids = (np.resize(pages[begin : begin + count, column], size) for column in (0, 1))
+            self.pool = _move_pages(self.pool, self.spec.expert_view, *ids, np.int32(count))
+
+    def warm_up(self, buckets: Sequence[Bucket], progress: Callable[[float, str], None]) -> None:
+        """Compile the steps of these buckets, several at a time, and everything else that a step may need.
+
+        What `sample` is asked for beyond drawing with top-k and top-p is compiled when it comes. `progress` is told the
+        fraction done and what is done. After this, `late_compilations` counts steps of other buckets.
+        """
+        tasks: list[Callable[[], None]] = [functools.partial(self._compile, bucket) for bucket in buckets]
+        for rows in sorted({bucket.rows for bucket in buckets}):
+            for random, filtered in ((False, False), (True, False), (True, True)):
+                features = SamplingFeatures(random=random, top_k=filtered, top_p=filtered)
+                tasks.append(functools.partial(self._warm_up_sampling, rows, features))
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+            try:
+                futures = [threads.submit(task) for task in tasks]
+                for done, future in enumerate(as_completed(futures), 1):
+                    future.result()
+                    progress(done / len(tasks), f"compiling {len(buckets)} shapes of steps")
+            except BaseException:
+                threads.shutdown(cancel_futures=True)
+                raise
+        nowhere = np.full((max(UPDATE_SIZES), 3), np.iinfo(np.int32).max, np.int32)
+        for kind in self.tables:
+            for size in UPDATE_SIZES:
+                self.update_tables({kind: (nowhere[:size], np.zeros(size, np.int32))})
+        for rows in {bucket.rows for bucket in buckets}:
+            slots = jnp.full(rows, self.last_tokens.shape[0], jnp.int32, device=self._device)
+            self.last_tokens = _remember(self.last_tokens, slots, jnp.zeros_like(slots))
+        zero, ids = np.int32(0), np.zeros(COPY_PAGES, np.int32)
+        self.pool = _load_pages(self.pool, self.host_pages, ids, ids, zero)
+        self.pool = _move_pages(self.pool, self.spec.expert_view, ids, ids, zero)
+
+    def _compile(self, bucket: Bucket) -> None:
+        """Compile the step of a bucket. Thread-safe."""
+        arguments = (
+            self.spec, self.params, self.pool, self.host_pages, self.tables, self.experts, empty_batch(bucket),
+            self.last_tokens,
+        )  # fmt: skip
+        with self._lowering:  # tracing gains nothing from threads
+            lowered = step.lower(*arguments, decode=bucket.decode, unrolled=self._unrolled)
+        self._compiled[bucket] = lowered.compile()
+
+    def _warm_up_sampling(self, rows: int, features: SamplingFeatures) -> None:
+        logits = jnp.zeros((rows, self.spec.config.vocab_size), jnp.float32, device=self._device)
+        inputs, _ = build_sampling_inputs([], rows)
+        sample_compiled(logits, inputs, features)
 
     def run(self, packed: tuple[Batch, Bucket]) -> StepOutputs:
         """Run one step."""
         batch, bucket = packed
-        self.pool, outputs = step(
-            self.spec,
-            self.params,
-            self.pool,
-            self.host_pages,
-            self.tables,
-            self.experts,
-            batch,
-            decode=bucket.decode,
-        )
+        arguments = (
+            self.params, self.pool, self.host_pages, self.tables, self.experts, batch, self.last_tokens
+        )  # fmt: skip
+        if compiled := self._compiled.get(bucket):
+            self.pool, outputs = compiled(*arguments)
+            return outputs
+        self.late_compilations += bool(self._compiled)
+        self.pool, outputs = step(self.spec, *arguments, decode=bucket.decode, unrolled=self._unrolled)
         return outputs
+
+    def sample(
+        self, outputs: StepOutputs, inputs: SamplingInputs, features: SamplingFeatures
+    ) -> SampledTokens:
+        """Choose the next token of each row, as `build_sampling_inputs` describes them; the next step may follow at once."""
+        sampled = sample_compiled(outputs.logits, inputs, features)
+        self.last_tokens = _remember(self.last_tokens, outputs.slots, sampled.token_ids)
+        return sampled
 
     def prompt_logprobs(
         self, hidden: Hidden, first: int, targets: Sequence[int], num_logprobs: int, rows: int = 64
-    ) -> Iterator[TokenLogprobs]:
-        """Log-probabilities of `targets` after hidden states `first`, `first + 1`, ...; `rows` at a time."""
+    ) -> Iterator[tuple[int, TokenLogprobs]]:
+        """Log-probabilities of `targets` after hidden states `first`, `first + 1`, ...; `rows` at a time.
+
+        Each part with the number of its rows that count.
+        """
         for begin in range(0, len(targets), rows):
             part = np.zeros(rows, np.int32)
             count = min(rows, len(targets) - begin)
             part[:count] = targets[begin : begin + count]
             index = np.minimum(first + begin + np.arange(rows), hidden.shape[0] - 1)
-            logprobs = prompt_logprobs(self.spec, self.params, hidden[index], part, num_logprobs=num_logprobs)
-            yield jax.tree.map(lambda x, count=count: np.asarray(x)[:count], logprobs)
+            yield (
+                count,
+                prompt_logprobs(self.spec, self.params, hidden[index], part, num_logprobs=num_logprobs),
+            )

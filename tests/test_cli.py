@@ -281,7 +281,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(run, model, monkeypatch):
     status, out, _ = run("chat", "--model", model, "--max-tokens", 6, "--ignore-eos")
     first, second, *_ = out.split("\n")
     assert status == 0
-    assert len(first.split()) == 3 and len(second.split()) == 6
+    assert len(first.split()) == 2 and len(second.split()) == 6  # of the third step nobody saw the token
     engine = steps[0]
     assert not engine.has_unfinished_requests()
     engine.allocator.check_ledger()
@@ -327,6 +327,40 @@ def test_hotset_record(run, bare, tmp_path):
     assert np.array(content["counts"]).sum(axis=1).tolist() == [2 * tokens] * 3
     options = ("--prompt-token-ids", "3,4", "--max-tokens", 3, "--expert-hotset-path", profile)
     assert run("generate", "--model", bare, *options)[0] == 0
+
+
+def test_bench_counts_what_it_was_asked_for(run, bare, tmp_path):
+    arguments = (
+        "--load-format",
+        "dummy",
+        "--page-pool-bytes",
+        "1MiB",
+        "--max-model-len",
+        "64",
+        "--model",
+        bare,
+    )
+    written = tmp_path / "latency.json"
+    lengths = ("--input-len", 5, "--output-len", 6, "--batch-size", 2, "--num-iters", 2)
+    status, out, _ = run("bench", "latency", *lengths, "--output-json", written, *arguments)
+    result = json.loads(out)
+    assert status == 0 and json.loads(written.read_text()) == result
+    assert len(result["latencies"]) == 2 and min(result["latencies"]) <= result["avg_latency"]
+    assert 0 < result["decode_step_ms"]["50"] < 1e3 * max(result["latencies"])
+
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n0,5,3\n1,9,6\n2,8,2\n")
+    asked = ("bench", "throughput", "--dataset-path", trace, *arguments)
+    status, out, _ = run(*asked, "--num-prompts", 2)
+    result = json.loads(out)
+    assert status == 0 and result["num_requests"] == 2 and result["total_num_tokens"] == 5 + 3 + 9 + 6
+    assert result["output_tokens_per_second"] == pytest.approx(9 / result["elapsed_time"])
+    assert result["num_steps"] >= 6
+    status, _, err = run(*asked, "--num-prompts", 4)
+    assert status == 2 and "has 3 requests, but num_prompts is 4" in err
+    trace.write_text("a,b\n1,2\n")
+    status, _, err = run(*asked)
+    assert status == 2 and "has the columns a, b, but input_tokens and output_tokens" in err
 
 
 def test_skew_by_hand():

@@ -9,19 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
 from rimuru_jax.host.pool_plan import choose_layout
 from rimuru_jax.models.config import ElementBytes, ModelConfig
-from rimuru_jax.models.context import Batch, ExpertTables, ModelSpec
-from rimuru_jax.models.registry import parse_config, tensor_names
-from rimuru_jax.models.stack import stack_params
-from rimuru_jax.models.weights import resident_sources
+from rimuru_jax.models.context import ModelSpec
+from rimuru_jax.models.registry import parse_config
 from rimuru_jax.pallas.memory_view import MemoryView
-from rimuru_jax.pallas.page_loads import PageLoads
-from rimuru_jax.serving_loop import Bucket, _load_pages, _move_pages, buckets, step
+from rimuru_jax.serving_loop import Bucket, _load_pages, _move_pages, buckets, step, step_shapes
 from tests.models.tiny_checkpoints import CONFIGS
 
 IN_PLACE = {
@@ -90,54 +86,19 @@ class Shapes:
     max_num_batched_tokens: int
     max_model_len: int = 2048
 
-    def compile(self, bucket: Bucket) -> tuple[jax.stages.Compiled, jax.ShapeDtypeStruct]:
-        config, size, shape = self.config, jnp.dtype(self.dtype).itemsize, jax.ShapeDtypeStruct
+    def shapes(self, bucket: Bucket) -> tuple[ModelSpec, tuple[Any, ...]]:
+        """What `step` takes."""
+        size = jnp.dtype(self.dtype).itemsize
         elements = ElementBytes(weight=size, state=size)
-        layout = choose_layout(lambda tokens: config.page_kinds(elements, tokens))
-        pool = shape((layout.num_huge_pages(POOL_BYTES), layout.huge_page_bytes // 2), jnp.uint16)
-        layers, moe = len(config.moe_layers), config.moe
-        loads = moe.num_experts * moe.matrices
-        sizes = ((layers + 1, loads), (layers + 1, loads), (layers + 1,), ())
-        experts = ExpertTables(
-            pages=shape((layers, moe.num_experts, moe.matrices), jnp.int32),  # type: ignore[arg-type]
-            loads=PageLoads(*(shape(size, jnp.int32) for size in sizes)),  # type: ignore[arg-type]
-        )
-        tables = {}
-        for placed in layout.sequence_kinds:
-            width = self.max_model_len // placed.kind.page_tokens if placed.kind.page_tokens else 1
-            tables[placed.kind.name] = shape((placed.tables, self.max_num_seqs, width), jnp.int32)
-        host = shape(
-            (layers * moe.num_experts * moe.matrices, layout["expert"].stride_bytes // 2), jnp.uint16
-        )
-        per_token, per_row = shape((bucket.tokens,), jnp.int32), shape((bucket.rows,), jnp.int32)
-        batch = Batch(
-            token_ids=per_token,  # type: ignore[arg-type]
-            positions=per_token,  # type: ignore[arg-type]
-            rows=per_token,  # type: ignore[arg-type]
-            slots=per_row,  # type: ignore[arg-type]
-            query_start=shape((bucket.rows + 1,), jnp.int32),  # type: ignore[arg-type]
-            context_len=per_row,  # type: ignore[arg-type]
-            logit_tokens=per_row,  # type: ignore[arg-type]
-        )
-        lowered = step.lower(
-            ModelSpec.create(config, layout, self.dtype), self.params(), pool, host, tables, experts, batch,
-            decode=bucket.decode,
-        )  # fmt: skip
-        return lowered.compile(compiler_options=QUICK), pool
+        layout = choose_layout(lambda tokens: self.config.page_kinds(elements, tokens))
+        spec = ModelSpec.create(self.config, layout, self.dtype)
+        limits = {"max_num_seqs": self.max_num_seqs, "max_model_len": self.max_model_len}
+        return spec, step_shapes(spec, layout, bucket, pool_bytes=POOL_BYTES, **limits)
 
-    def params(self):
-        names = tensor_names(self.config.model_type)[0]
-        params: dict[Any, Any] = {"layers": [{} for _ in self.config.layers]}
-        zero = np.zeros((), self.dtype)
-        for (top, *rest), source in resident_sources(self.config, names).items():
-            leaf = np.broadcast_to(np.float32(0) if source.float32 else zero, source.shape)
-            if rest:
-                params["layers"][rest[0]][rest[1]] = leaf
-            else:
-                params[top] = leaf
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), stack_params(self.config, params)
-        )
+    def compile(self, bucket: Bucket) -> tuple[jax.stages.Compiled, jax.ShapeDtypeStruct]:
+        spec, shapes = self.shapes(bucket)
+        lowered = step.lower(spec, *shapes, decode=bucket.decode)
+        return lowered.compile(compiler_options=QUICK), shapes[1]
 
 
 # The default model, with the limits it has unless told otherwise, but fewer layers: they run in one loop.

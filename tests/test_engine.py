@@ -1,7 +1,10 @@
 """The engine as its users call it: parameters, stops, samples, aborts, errors."""
 
+import contextlib
 import gc
+import logging
 import math
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -49,6 +52,73 @@ def prompt(seed: int, length: int = 10) -> list[int]:
 
 def tokens(output, index: int = 0) -> list[int]:
     return output.outputs[index].token_ids
+
+
+def test_a_step_starts_before_the_tokens_of_the_last_one_are_read(engine, monkeypatch):
+    order = []
+
+    def note(name, owner):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: order.append(name) or real(*args))
+
+    note("run", engine.loop)
+    note("_deliver", engine)
+    note("sample", engine.loop)
+    engine.generate([prompt(3)], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert order == ["run", "sample", *["run", "_deliver", "sample"] * 2, "_deliver"]
+
+
+def test_nothing_compiles_after_a_warm_up(model):
+    """Prompts in chunks, decodes, requests that come and go, draws: all shapes were there before."""
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 48}
+    said = []
+    ahead = Engine(
+        model,
+        dtype="float32",
+        page_pool_bytes=1 << 20,
+        compile_ahead=True,
+        progress=lambda fraction, text: said.append((fraction, text)),
+        **limits,
+    )
+    assert said[-1][0] == 1.0 and "compiling" in said[-1][1]
+    ids = [prompt(i, length) for i, length in enumerate((30, 3, 17, 1, 25))]
+    draws = SamplingParams(temperature=1, top_k=5, top_p=0.9, seed=3, max_tokens=5, ignore_eos=True)
+    params = [GREEDY, draws, GREEDY, draws, GREEDY]
+    with count_compilations() as compiled:
+        outputs = ahead.generate(ids, params, use_tqdm=False)
+    assert compiled == [] and ahead.loop.late_compilations == 0
+    later = make(model, **limits).generate(ids, params, use_tqdm=False)
+    assert [tokens(a) for a in outputs] == [tokens(b) for b in later]
+
+
+@contextlib.contextmanager
+def count_compilations() -> Iterator[list[str]]:
+    """The programs that XLA compiles meanwhile."""
+    found = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("Compiling "):
+                found.append(record.getMessage()[:60])
+
+    handler, source = Handler(), logging.getLogger("jax._src.interpreters.pxla")
+    source.addHandler(handler)
+    try:
+        with jax.log_compiles():
+            yield found
+    finally:
+        source.removeHandler(handler)
+
+
+def test_what_a_step_makes_for_a_request_that_has_ended_is_dropped(engine):
+    """The stop token of one is known only when its next step runs; the others in that step go on."""
+    ids = [prompt(3), prompt(4), prompt(5)]
+    free = [tokens(output) for output in engine.generate(ids, GREEDY, use_tqdm=False)]
+    stop = next(token for token in free[0][2:] if token not in free[0][:2])
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[stop])
+    outputs = engine.generate(ids, [params, GREEDY, GREEDY], use_tqdm=False)
+    assert tokens(outputs[0]) == free[0][: free[0].index(stop) + 1]
+    assert [tokens(output) for output in outputs[1:]] == free[1:]
 
 
 class TestGenerate:

@@ -13,10 +13,10 @@ PACKAGE = Path(rimuru_jax.__file__).parent
 LAYERS = (
     ("host", "sampling_params", "outputs", "chat_template"),
     ("config", "array_types", "tokenizer", "generation_config", "structured_output"),
-    ("host_memory",),
+    ("cuda_driver", "host_memory"),
     ("pallas",),
     ("models",),
-    ("sampling", "serving_loop"),
+    ("sampling", "serving_loop", "memory_budget"),
     ("request_state",),
     ("engine",),
     ("server", "bench"),

@@ -13,7 +13,10 @@ from rimuru_jax.models.checkpoint import load_checkpoint
 from rimuru_jax.models.config import ElementBytes
 from rimuru_jax.models.context import ModelSpec
 from rimuru_jax.models.stack import stack_params
+from rimuru_jax.sampling import SamplingRow, build_sampling_inputs
+from rimuru_jax.sampling_params import SamplingParams
 from rimuru_jax.serving_loop import (
+    IN_FLIGHT,
     Chunk,
     ServingLoop,
     bucket_for,
@@ -114,6 +117,32 @@ def test_a_scheduler_of_ones_own(model):
     parts = again.run(pack([Chunk(0, [9], 4)])).logits[0]
     assert np.isfinite(whole).all()
     np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-5)
+
+
+def test_a_sampled_token_goes_on_without_the_host(model):
+    """Two slots in turned rows beside padding: as if the host had put the tokens in."""
+    row = SamplingRow(
+        params=SamplingParams(temperature=0),
+        seed=0,
+        prompt_token_ids=(),
+        output_token_ids=(),
+        num_output_tokens=0,
+        stop_token_ids=(),
+    )
+    loop = make(model)
+    for slot, first in ((0, kv_start(loop)), (1, kv_start(loop) + 16)):
+        loop.update_tables({"kv": own_tables(loop, slot, first)})
+    prompts = {0: [5, 6, 7], 1: [8, 9]}
+    outputs = loop.run(pack([Chunk(slot, ids, 0) for slot, ids in prompts.items()]))
+    tokens = loop.sample(outputs, *build_sampling_inputs([row] * 2, len(outputs.logits))).token_ids
+    assert tokens[0] != tokens[1]
+    held = loop.run(pack([Chunk(1, [IN_FLIGHT], 2), Chunk(0, [IN_FLIGHT], 3)])).logits
+    known = loop.run(pack([Chunk(1, [int(tokens[1])], 2), Chunk(0, [int(tokens[0])], 3)])).logits
+    np.testing.assert_array_equal(held, known)
+    # A row of padding writes nobody's token.
+    alone = loop.run(pack([Chunk(1, [3, 4, 5], 2)]))
+    loop.sample(alone, *build_sampling_inputs([row], len(alone.logits)))
+    assert loop.last_tokens[0] == tokens[0]
 
 
 def aligned(array: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import typer
 
+from rimuru_jax.cli.bench_offline import latency, throughput
 from rimuru_jax.cli.bench_serve import serve
 
 bench = typer.Typer(help="Benchmarks.", rich_markup_mode=None)
@@ -9,7 +10,8 @@ bench = typer.Typer(help="Benchmarks.", rich_markup_mode=None)
 
 @bench.callback()
 def root() -> None:
-    """Benchmarks."""  # with one command only, typer would leave the group out
+    """Benchmarks."""
 
 
-bench.command()(serve)
+for command in (latency, throughput, serve):
+    bench.command()(command)

@@ -149,6 +149,9 @@ def engine_options(
         Literal["static", "fixed", "elastic"],
         typer.Option(help=MEMORY_POLICIES),
     ] = DEFAULTS.memory_policy,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Share of a GPU's memory that may be used in all.")
+    ] = DEFAULTS.gpu_memory_utilization,
     page_pool_bytes: PoolBytes = None,
     expert_offload_limit: OffloadLimit = "auto",
     loading_buffer_experts: LoadingBufferExperts = DEFAULTS.loading_buffer_experts,
@@ -168,6 +171,10 @@ def engine_options(
         int,
         typer.Option(help="Passes with a surplus of pages before experts are taken back."),
     ] = DEFAULTS.expand_patience,
+    compile_ahead: Annotated[
+        bool | None,
+        typer.Option(help="Compile all shapes of steps before serving. Default: on a GPU."),
+    ] = None,
     verify_checkpoint: Annotated[
         bool,
         typer.Option(help="Check a packed checkpoint's checksums while loading."),

@@ -57,8 +57,8 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def tensor_names(model_type: str) -> tuple[TensorNames, ...]:
-    """The layouts in which checkpoints of an architecture come, the usual one first."""
-    return ARCHITECTURES[model_type].NAMES
+    """The layouts in which checkpoints of an architecture come, the usual one first; of a new one, the usual names."""
+    return ARCHITECTURES[model_type].NAMES if model_type in ARCHITECTURES else (TensorNames(),)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

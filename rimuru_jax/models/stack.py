@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int32
 from rimuru_jax.array_types import Hidden, HostPages, Pool, RouterCounts
 from rimuru_jax.host.page_layout import EXPERT
 from rimuru_jax.models.attention import attention
+from rimuru_jax.models.checkpoint import Dtype, parameter_dtype, parameter_tree
 from rimuru_jax.models.config import (
     Attention,
     Dense,
@@ -29,6 +30,8 @@ from rimuru_jax.models.context import Batch, ExpertTables, ModelSpec, PageTables
 from rimuru_jax.models.layers import linear, mlp, norm
 from rimuru_jax.models.moe import load_first_experts, moe
 from rimuru_jax.models.recurrent import gated_delta_net, mamba2, short_conv
+from rimuru_jax.models.registry import tensor_names
+from rimuru_jax.models.weights import resident_sources
 
 type StackParams = Mapping[str, Any]
 """{"embedding", "final_norm", "head"?, "segments": one tuple per segment of one stacked `LayerParams` per layer}."""
@@ -59,10 +62,13 @@ def segments(layers: Sequence[LayerSpec]) -> tuple[Segment, ...]:
     return best[-1][1]
 
 
-def stack_params(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any]:
+def stack_params(
+    config: ModelConfig, params: Mapping[str, Any], stack: Callable[[list[Any]], Any] = np.stack
+) -> dict[str, Any]:
     """`params` with its list "layers" replaced by "segments": layers of a segment stacked along a new first axis.
 
-    Takes the arrays out of `params` as it goes, so that no second copy of the model is ever held.
+    Takes the arrays out of `params` as it goes, so that no second copy of the model is ever held. Other leaves than
+    arrays need a `stack` of their own.
     """
     layers = list(params["layers"])
     stacked, first = [], 0
@@ -71,9 +77,7 @@ def stack_params(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, An
         group = []
         for j in range(period):
             members = [layers[first + j + r * period] for r in range(repeats)]
-            group.append(
-                {name: np.stack([member.pop(name) for member in members]) for name in list(members[0])}
-            )
+            group.append({name: stack([member.pop(name) for member in members]) for name in list(members[0])})
         stacked.append(tuple(group))
         first += period * repeats
     return {**{k: v for k, v in params.items() if k != "layers"}, "segments": tuple(stacked)}
@@ -112,10 +116,13 @@ def forward(
     batch: Batch,
     *,
     decode: bool,
+    unrolled: bool = False,
 ) -> StackOutput:
     """Run the packed tokens of `batch` through the stack, writing what they leave behind into the pool.
 
-    `decode` promises at most one token per row. Call it under `jax.jit` with the pool donated.
+    `decode` promises at most one token per row. `unrolled` repeats equal layers in the program rather than in a loop:
+    what they share is computed once, and a GPU gets the whole step as one graph. Call it under `jax.jit` with the pool
+    donated.
     """
     config = spec.config
     step = StepContext.create(spec, batch, tables, experts, host_pages, decode=decode)
@@ -155,13 +162,41 @@ def forward(
             stacked_decisions = jax.tree.map(lambda *x: jnp.stack(x), *decisions) if decisions else None
             return (hidden, pool, counters), stacked_decisions
 
-        (hidden, pool, counters), decisions = lax.scan(run, (hidden, pool, counters), stacked, length=repeats)
+        if unrolled:
+            (hidden, pool, counters), decisions = _unrolled(run, (hidden, pool, counters), stacked, repeats)
+        else:
+            (hidden, pool, counters), decisions = lax.scan(
+                run, (hidden, pool, counters), stacked, length=repeats
+            )
         if decisions is not None:
             routed.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), decisions))
 
     counts, chosen, weights = (jnp.concatenate(parts) for parts in zip(*routed, strict=True))
     hidden = norm(hidden, params["final_norm"], config)
     return StackOutput(pool, hidden, counts, chosen, weights)
+
+
+def param_shapes(config: ModelConfig, dtype: Dtype) -> dict[str, Any]:
+    """Shapes and dtypes of what `stack_params` returns for a model served in `dtype`."""
+    sources = resident_sources(config, tensor_names(config.model_type)[0])
+    leaves = {
+        path: jax.ShapeDtypeStruct(source.shape, parameter_dtype(source, dtype))
+        for path, source in sources.items()
+    }
+
+    def stack(parts: list[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((len(parts), *parts[0].shape), parts[0].dtype)
+
+    return stack_params(config, parameter_tree(config, leaves), stack)
+
+
+def _unrolled(run: Callable[..., Any], carry: Any, xs: Any, length: int) -> tuple[Any, Any]:
+    """`lax.scan` without a loop. The body is traced and lowered once all the same."""
+    body, outputs = jax.jit(run), []
+    for i in range(length):
+        carry, output = body(carry, jax.tree.map(lambda x, i=i: x[i], xs))
+        outputs.append(output)
+    return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
 
 
 def logits(spec: ModelSpec, params: StackParams, hidden: Float[Array, "n d"]) -> Float[Array, "n V"]:

@@ -7,7 +7,9 @@ temporaries are bounded.
 
 import functools
 import importlib.util
+import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ from jax import lax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rimuru_jax.models.registry import parse_config
+from rimuru_jax.pallas import implementation
 from rimuru_jax.pallas.causal_conv1d import mosaic_gpu as conv
 from rimuru_jax.pallas.gated_delta_rule import mosaic_gpu as delta
 from rimuru_jax.pallas.memory_view import MemoryView
@@ -32,7 +36,10 @@ from rimuru_jax.pallas.paged_attention import mosaic_gpu as attention
 from rimuru_jax.pallas.paged_moe import mosaic_gpu as moe
 from rimuru_jax.pallas.paged_moe.activations import activation_named
 from rimuru_jax.pallas.selective_scan import mosaic_gpu as scan
+from rimuru_jax.serving_loop import Bucket
+from rimuru_jax.serving_loop import step as serving_step
 from tests.pallas.paged import view
+from tests.test_compiled_step import Shapes as ModelShapes
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the dependency group h200"
@@ -318,3 +325,43 @@ def test_compiled(case, h200, monkeypatch, capfd):
         assert memory.alias_size_in_bytes >= pool.size * 2, (
             "the pool that comes back is not the one that was given"
         )
+
+
+LAUNCHES = {"fusion", "custom-call", "copy", "while", "conditional", "sort", "scatter", "gather", "call"}
+
+
+@pytest.mark.parametrize(
+    "bucket", [Bucket(64, 64, True), Bucket(1024, 16, False)], ids=["64 decodes", "1024 tokens of 16"]
+)
+def test_a_whole_step(bucket, h200, monkeypatch):
+    """Qwen3-30B-A3B with fewer layers, unrolled: kernels everywhere, the pool in place, few launches for a layer."""
+    monkeypatch.setattr(implementation, "device_refusal", lambda: None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    raw = json.loads((Path(__file__).parents[1] / "data" / "configs" / "Qwen3-30B-A3B.json").read_text())
+
+    def compiled(layers: int) -> tuple[jax.stages.Compiled, jax.ShapeDtypeStruct]:
+        model = ModelShapes(parse_config({**raw, "num_hidden_layers": layers}), "bfloat16", 64, 1024)
+        spec, shapes = model.shapes(bucket)
+        on_card = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200), shapes)
+        lowered = serving_step.trace(spec, *on_card, decode=bucket.decode, unrolled=True).lower(
+            lowering_platforms=("cuda",)
+        )
+        return lowered.compile(), shapes[1]
+
+    def launches(text: str) -> int:
+        entry = text[text.index("\nENTRY ") :]
+        return sum(
+            opcode in LAUNCHES for opcode in re.findall(r"^\s+(?:ROOT )?%\S+ = .+? ([\w\-]+)\(", entry, re.M)
+        )
+
+    results = {layers: compiled(layers) for layers in (2, 3)}
+    texts = {layers: result.as_text() or "" for layers, (result, _) in results.items()}
+    result, pool = results[3]
+    assert not [line for line in texts[3].splitlines() if " copy" in line and f"[{pool.shape[0]}," in line]
+    memory = result.memory_analysis()
+    assert memory is not None and memory.alias_size_in_bytes >= pool.size * 2
+    assert memory.temp_size_in_bytes < 200 << 20
+    kernels = texts[3].count('"mosaic_gpu') - texts[2].count('"mosaic_gpu')
+    assert kernels >= 6  # attention, routing and experts in two launches each
+    per_layer = launches(texts[3]) - launches(texts[2])
+    assert 4 < per_layer <= (20 if bucket.decode else 50), per_layer
