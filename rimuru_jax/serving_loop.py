@@ -16,6 +16,7 @@ import functools
 import itertools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
@@ -283,6 +284,10 @@ def _parts(count: int, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         first += size
 
 
+def _wait(running: dict[str, jax.Array]) -> None:
+    jax.block_until_ready(running)
+
+
 class ServingLoop:
     """Owns everything on the device: one pool, the page tables, the resident parameters.
 
@@ -314,6 +319,9 @@ class ServingLoop:
         # A GPU takes the whole step as one graph, for which a loop would be in the way. A CPU gains nothing, and compiles longer.
         self._unrolled = self._device.platform == "gpu"
         self._compiled: dict[Bucket, jax.stages.Compiled] = {}
+        # What runs still when Python ends would want to give memory back to it, and bring the process down.
+        self._running: dict[str, jax.Array] = {}
+        weakref.finalize(self, _wait, self._running)
         self._lowering = threading.Lock()
         # Everything is bound to the device from the start: what comes out of a step is, and programs tell the two apart.
         self.params: StackParams = jax.device_put(params, self._device)
@@ -447,9 +455,10 @@ class ServingLoop:
         )  # fmt: skip
         if compiled := self._compiled.get(bucket):
             self.pool, outputs = compiled(*arguments)
-            return outputs
-        self.late_compilations += bool(self._compiled)
-        self.pool, outputs = step(self.spec, *arguments, decode=bucket.decode, unrolled=self._unrolled)
+        else:
+            self.late_compilations += bool(self._compiled)
+            self.pool, outputs = step(self.spec, *arguments, decode=bucket.decode, unrolled=self._unrolled)
+        self._running["step"] = outputs.slots
         return outputs
 
     def sample(
@@ -458,6 +467,7 @@ class ServingLoop:
         """Choose the next token of each row, as `build_sampling_inputs` describes them; the next step may follow at once."""
         sampled = sample_compiled(outputs.logits, inputs, features)
         self.last_tokens = _remember(self.last_tokens, outputs.slots, sampled.token_ids)
+        self._running["sampler"] = sampled.token_ids
         return sampled
 
     def prompt_logprobs(
