@@ -43,6 +43,9 @@ class EngineConfig:
     """Experts of a layer that may be away from the pool, at most."""
     loading_buffer_experts: int = 32
     """Experts of one loading-buffer set, at most; what does not fit is read from the host in place."""
+    expert_prefetch: Literal["auto", "all", "none"] = "auto"
+    """Absent experts that a step copies into loading buffers ahead of their layer: all that these hold, none, or all
+    if most of them will be chosen. The others are read from the host in place."""
     expert_cache_policy: Literal["hotset", "lru"] = "hotset"
     """Which experts stay: by an offline profile, or the most recently used."""
     expert_hotset_path: str | None = None
@@ -71,6 +74,7 @@ class EngineConfig:
             ("mamba_ssm_cache_dtype", ("float32", "bfloat16")),
             ("scheduling_policy", ("fcfs", "priority")),
             ("expert_cache_policy", ("hotset", "lru")),
+            ("expert_prefetch", ("auto", "all", "none")),
             ("adjuster_policy", ("watermark", "throughput")),
         ):
             if getattr(self, name) not in wanted:

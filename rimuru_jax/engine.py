@@ -33,6 +33,7 @@ from rimuru_jax.host.metrics import Metrics
 from rimuru_jax.host.page_layout import EXPERT, PageLayout
 from rimuru_jax.host.page_tables import PageTables
 from rimuru_jax.host.pool_plan import PoolPlan, choose_layout, plan_pool
+from rimuru_jax.host.prefetch import loads_ahead
 from rimuru_jax.host.request import Request
 from rimuru_jax.host.scheduler import ScheduledChunk, Scheduler, SchedulerConfig, StepPlan
 from rimuru_jax.memory_budget import MemoryBudget, measure, reserve_memory
@@ -394,16 +395,25 @@ class Engine:
             self.loop.set_experts(pages, loads, self.experts.buffer_pages)
             self._in_pool = pages[:, :, 0] != HOST
             self._buffered = self._in_pool & ~self.experts.resident
-        outputs = self.loop.run(pack([self._chunk(chunk) for chunk in plan.chunks])) if plan.chunks else None
+        outputs, ahead = None, self._loads_ahead(plan)
+        if plan.chunks:
+            outputs = self.loop.run(pack([self._chunk(chunk) for chunk in plan.chunks]), loads_ahead=ahead)
         if self._running is not None:
             self._deliver(self._running, changed)
-        self._running = self._sample(plan, outputs) if outputs is not None else None
+        self._running = self._sample(plan, outputs, ahead) if outputs is not None else None
         for request_id, state in changed.items():
             if state.finished:
                 self._states.pop(request_id, None)
         return list(changed.values())
 
-    def _sample(self, plan: StepPlan, outputs: StepOutputs) -> "_RunningStep":
+    def _loads_ahead(self, plan: StepPlan) -> bool:
+        """Whether the step fills the loading buffers."""
+        if self.config.expert_prefetch != "auto":
+            return self.config.expert_prefetch == "all"
+        moe, tokens = self.model_config.moe, sum(chunk.num_tokens for chunk in plan.chunks)
+        return loads_ahead(tokens, moe.num_experts, moe.num_experts_per_tok)
+
+    def _sample(self, plan: StepPlan, outputs: StepOutputs, loads_ahead: bool) -> "_RunningStep":
         """Start the choice of a step's tokens, all tokens before which are known by now."""
         inputs, features = self._sampling_inputs(plan, outputs.logits.shape[0])
         step = _RunningStep(
@@ -411,8 +421,8 @@ class Engine:
             sampled=self.loop.sample(outputs, inputs, features),
             router_counts=outputs.router_counts,
             prompt_logprobs=list(self._start_prompt_logprobs(plan, outputs)),
-            in_pool=self._in_pool,
-            buffered=self._buffered,
+            in_pool=self._in_pool if loads_ahead else self._in_pool & ~self._buffered,
+            buffered=self._buffered if loads_ahead else np.zeros_like(self._buffered),
         )
         for array in jax.tree.leaves((step.sampled, step.router_counts)):
             array.copy_to_host_async()

@@ -10,11 +10,9 @@ import jax
 
 from rimuru_jax.cuda_driver import cuda_driver
 from rimuru_jax.host.page_layout import PageLayout, format_bytes
-from rimuru_jax.models.checkpoint import parameter_dtype
 from rimuru_jax.models.config import ModelConfig
 from rimuru_jax.models.context import ModelSpec
-from rimuru_jax.models.registry import tensor_names
-from rimuru_jax.models.weights import resident_sources
+from rimuru_jax.models.registry import resident_bytes
 from rimuru_jax.serving_loop import table_shapes, workspace_bytes
 
 logger = logging.getLogger(__name__)
@@ -80,11 +78,6 @@ def measure(
         f"JAX's allocator (set {ALLOCATOR_LIMIT} before JAX starts)": stats["bytes_limit"],
     }
     clamp = min(bounds, key=lambda name: bounds[name])
-    dtype = "float32" if spec.dtype.itemsize == 4 else "bfloat16"
-    resident = sum(
-        math.prod(source.shape) * parameter_dtype(source, dtype).itemsize
-        for source in resident_sources(model, tensor_names(model.model_type)[0]).values()
-    )
     limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
     tables = sum(math.prod(shape) * 4 for shape in table_shapes(layout, **limits).values())
     workspace = workspace_bytes(spec, layout, max_num_batched_tokens=max_num_batched_tokens, **limits)
@@ -94,7 +87,7 @@ def measure(
         clamp=clamp,
         classes={
             "in use already": stats["bytes_in_use"],
-            "resident weights": resident,
+            "resident weights": resident_bytes(model, spec.dtype.itemsize),
             "page tables": 2 * tables,  # an update may hold both
             "step workspace": workspace,
             "spare": SPARE,

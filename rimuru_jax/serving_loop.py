@@ -371,10 +371,14 @@ class ServingLoop:
             sources[layer, :count] = (first[:, None] + np.arange(matrices)).reshape(-1)
             targets[layer, :count] = buffer_pages[layer % 2, : len(away)].reshape(-1)
             counts[layer] = count
+        in_place = pages.copy()
+        layer, place = np.nonzero(loads >= 0)
+        in_place[layer, loads[layer, place]] = HOST
         # Not `jnp.array(pages)`: on a CPU that reads aligned memory in place, and copies it behind the running step.
-        self.experts = ExpertTables(
-            pages=self._put(pages.copy()),
-            loads=PageLoads(*map(self._put, (sources, targets, counts, np.array(LOADING_BLOCKS, np.int32)))),
+        copies = PageLoads(*map(self._put, (sources, targets, counts, np.array(LOADING_BLOCKS, np.int32))))
+        self.experts = ExpertTables(pages=self._put(pages.copy()), loads=copies)
+        self.experts_in_place = ExpertTables(
+            pages=self._put(in_place), loads=copies._replace(counts=self._put(np.zeros_like(counts)))
         )
 
     def _put(self, array: np.ndarray) -> jax.Array:
@@ -447,11 +451,12 @@ class ServingLoop:
         inputs, _ = build_sampling_inputs([], rows)
         sample_compiled(logits, inputs, features)
 
-    def run(self, packed: tuple[Batch, Bucket]) -> StepOutputs:
-        """Run one step."""
+    def run(self, packed: tuple[Batch, Bucket], *, loads_ahead: bool = True) -> StepOutputs:
+        """Run one step. `loads_ahead`: it fills the loading buffers, else it reads in place what they would hold."""
         batch, bucket = packed
+        experts = self.experts if loads_ahead else self.experts_in_place
         arguments = (
-            self.params, self.pool, self.host_pages, self.tables, self.experts, batch, self.last_tokens
+            self.params, self.pool, self.host_pages, self.tables, experts, batch, self.last_tokens
         )  # fmt: skip
         if compiled := self._compiled.get(bucket):
             self.pool, outputs = compiled(*arguments)

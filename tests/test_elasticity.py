@@ -90,7 +90,13 @@ def test_residency_follows_the_hotset_profile(model, tmp_path):
 
 def test_loading_buffers_hold_what_the_host_holds(model):
     """Buffered experts are really copied: their pool pages equal the host pages after a step."""
-    one = engine(model, memory_policy="fixed", expert_offload_limit=8, loading_buffer_experts=3)
+    one = engine(
+        model,
+        memory_policy="fixed",
+        expert_offload_limit=8,
+        loading_buffer_experts=3,
+        expert_prefetch="all",
+    )
     one.generate(prompts(1, seed=4)[0], PARAMS, use_tqdm=False)
     _, loads = one.experts.step_tables()
     assert (loads >= 0).sum() == 3 * 4
@@ -109,6 +115,25 @@ def test_loading_buffers_hold_what_the_host_holds(model):
             for matrix in range(3):
                 page = one.experts.buffer_pages[layer % 2, slot, matrix]
                 assert (pages[page] == host[(layer * 16 + expert) * 3 + matrix]).all()
+
+
+def test_small_steps_read_in_place(model):
+    """A prompt chooses nearly all experts, one token two of sixteen: "auto" loads ahead for the prompt alone."""
+
+    def run(prefetch: str):
+        settings = {"memory_policy": "fixed", "expert_offload_limit": 8, "loading_buffer_experts": 3}
+        one = engine(model, expert_prefetch=prefetch, **settings)
+        answer = one.generate(prompts(1, seed=4)[0], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+        counts = one.metrics.counters
+        places = [counts[name] for name in ("expert_hits", "expert_buffer_hits", "expert_host_reads")]
+        return answer, places, counts["expert_pages_loaded"]
+
+    everything, auto, nothing = run("all"), run("auto"), run("none")
+    assert everything[0] == auto[0] == nothing[0]
+    assert everything[1][0] == auto[1][0] == nothing[1][0]
+    assert sum(everything[1]) == sum(auto[1]) == sum(nothing[1])
+    assert everything[1][1] > auto[1][1] > nothing[1][1] == 0
+    assert auto[2] == 4 * 3 * 3 and nothing[2] == 0
 
 
 def test_resident_pages_hold_what_the_host_holds_after_moves(model):

@@ -114,7 +114,11 @@ class TestOracle:
         for away in range(num_experts + 1) if name in oracle.ATTENTION_ONLY else ends:
             for buffers in (0, 2, 32):
                 one = engine(
-                    name, memory_policy="fixed", expert_offload_limit=away, loading_buffer_experts=buffers
+                    name,
+                    memory_policy="fixed",
+                    expert_offload_limit=away,
+                    loading_buffer_experts=buffers,
+                    expert_prefetch="all" if buffers == 2 else "auto",
                 )
                 assert (one.experts.resident.sum(axis=1) == num_experts - away).all()
                 check_tokens(run(one, name), name)
@@ -186,7 +190,12 @@ def test_bfloat16_is_as_near_as_transformers(name: str):
     one = engine(name, dtype="bfloat16", max_num_seqs=5)
     steps = []
     run_step = one.loop.run
-    one.loop.run = lambda packed: steps.append(run_step(packed)) or steps[-1]
+
+    def kept(packed, *, loads_ahead=True):
+        steps.append(run_step(packed, loads_ahead=loads_ahead))
+        return steps[-1]
+
+    one.loop.run = kept
     prompts = [list(prompt) for prompt in case(name).prompts]
     one.generate(prompts, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
     (step,) = steps

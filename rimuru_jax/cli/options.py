@@ -155,6 +155,10 @@ def engine_options(
     page_pool_bytes: PoolBytes = None,
     expert_offload_limit: OffloadLimit = "auto",
     loading_buffer_experts: LoadingBufferExperts = DEFAULTS.loading_buffer_experts,
+    expert_prefetch: Annotated[
+        Literal["auto", "all", "none"],
+        typer.Option(help="Absent experts to load ahead of their layer; auto: all if most will be chosen."),
+    ] = DEFAULTS.expert_prefetch,
     expert_cache_policy: Annotated[
         Literal["hotset", "lru"],
         typer.Option(help="Which experts stay: by a hotset profile, or the last used."),

@@ -1,7 +1,6 @@
 """`rimuru plan`: what a model's page pool holds, from its config.json alone."""
 
 import json
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -22,8 +21,7 @@ from rimuru_jax.cli.options import (
 from rimuru_jax.host.page_layout import EXPERT, PageLayout, format_bytes
 from rimuru_jax.host.pool_plan import MemoryPolicy, PoolPlan, choose_layout, plan_pool
 from rimuru_jax.models.config import ElementBytes, ModelConfig
-from rimuru_jax.models.registry import parse_config, read_config, tensor_names
-from rimuru_jax.models.weights import resident_sources
+from rimuru_jax.models.registry import parse_config, read_config, resident_bytes
 
 SHARES = (0.25, 0.5, 1.0, 1.25)
 """Pool sizes that are shown when the user names none, in bytes of all experts."""
@@ -102,7 +100,6 @@ def byte_classes(model: ModelConfig, layout: PageLayout, weight_bytes: int) -> d
     """What each class takes, in bytes. Sequences are counted in strides, padding included."""
     expert = layout[EXPERT]
     one = model.moe.matrices * expert.stride_bytes
-    resident = resident_sources(model, tensor_names(model.model_type)[0]).values()
     per_token = per_sequence = least = 0
     for placed in layout.sequence_kinds:
         unit = placed.kind.run * placed.stride_bytes
@@ -112,9 +109,7 @@ def byte_classes(model: ModelConfig, layout: PageLayout, weight_bytes: int) -> d
         else:
             per_sequence += placed.tables * unit
     return {
-        "resident_weights": sum(
-            math.prod(source.shape) * (4 if source.float32 else weight_bytes) for source in resident
-        ),
+        "resident_weights": resident_bytes(model, weight_bytes),
         "expert": one,
         "experts": one * model.moe.num_experts * expert.kind.layers,
         "kv_per_token": per_token,

@@ -50,9 +50,7 @@ def simulate(
 ) -> None:
     """Run the scheduler, the allocator and the adjuster against a model of a card. Reads config.json only."""
     from rimuru_jax.bench import report, workload
-    from rimuru_jax.cli.plan import byte_classes
     from rimuru_jax.config import EngineConfig
-    from rimuru_jax.engine import layout_for
     from rimuru_jax.experiments import simulator
     from rimuru_jax.experiments.cards import CARDS
     from rimuru_jax.models.registry import parse_config, read_config
@@ -68,11 +66,8 @@ def simulate(
     described = parse_config(read_config(model))
     config = EngineConfig(**engine)
     if config.page_pool_bytes is None:
-        weights = byte_classes(
-            described, layout_for(described, config), 2 if config.dtype == "bfloat16" else 4
-        )
         memory = device_memory or chosen.memory_bytes
-        pool = simulator.pool_for(described, config, memory, weights["resident_weights"])
+        pool = simulator.pool_for(described, config, memory)
         config = dataclasses.replace(config, page_pool_bytes=pool)
     if dataset_path is None:
         rate = request_rate or float("inf")

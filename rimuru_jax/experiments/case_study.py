@@ -14,10 +14,7 @@ from typing import Any
 
 from rimuru_jax.bench.report import summary
 from rimuru_jax.bench.workload import trace_lengths
-from rimuru_jax.cli.options import parse_bytes
-from rimuru_jax.cli.plan import byte_classes
 from rimuru_jax.config import EngineConfig
-from rimuru_jax.engine import layout_for
 from rimuru_jax.experiments.cards import CARDS, Card
 from rimuru_jax.experiments.pictures import pool_over_time
 from rimuru_jax.experiments.simulator import (
@@ -65,9 +62,8 @@ def run(
     results: dict[str, SimulationResult | str] = {}
     for name, arguments in policies(model).items():
         config = EngineConfig(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=8192, **arguments)
-        weights = byte_classes(model, layout_for(model, config), 2)["resident_weights"]
         try:
-            pool = pool_for(model, config, device_bytes, weights)
+            pool = pool_for(model, config, device_bytes)
             config = dataclasses.replace(config, page_pool_bytes=pool)
             results[name] = Simulation(model, config, card, shares, matched_profile(model, shares)).run(
                 arrivals
@@ -103,14 +99,14 @@ def main() -> None:
     )
     parser.add_argument("model", type=Path, help="model folder, or a config.json")
     parser.add_argument("--card", choices=CARDS, default="rtx-5090")
-    parser.add_argument("--device-memory", type=parse_bytes, help="of the card; default: all of it")
+    parser.add_argument("--device-gib", type=float, help="of the card's memory; default: all of it")
     parser.add_argument("--routing", choices=ROUTING, default="uniform")
     parser.add_argument("--output", type=Path, help="folder for JSON and pictures")
     args = parser.parse_args()
     model, card = parse_config(read_config(args.model)), CARDS[args.card]
     requests = trace_lengths(TRACE, 300)
     arrivals = [Arrival(0.0, request.prompt_tokens, request.output_tokens) for request in requests]
-    memory = args.device_memory or card.memory_bytes
+    memory = int(args.device_gib * 2**30) if args.device_gib else card.memory_bytes
     results = run(model, card, memory, args.routing, arrivals)
     print(table(results))
     if args.output is None:

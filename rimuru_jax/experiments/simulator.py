@@ -27,6 +27,7 @@ from rimuru_jax.host.request import Request
 from rimuru_jax.host.scheduler import Scheduler, SchedulerConfig
 from rimuru_jax.host.throughput import StepCosts
 from rimuru_jax.models.config import ElementBytes, ModelConfig
+from rimuru_jax.models.registry import resident_bytes
 
 ROUTING = {"uniform": 0.0, "early_layer": 0.5, "typical": 0.8, "steep": 1.2}
 """Exponents s of an expert's popularity, 1 / rank^s: from none to what single-domain code shows."""
@@ -166,6 +167,7 @@ class Simulation:
             self.metrics,
         )
         self._experts.fill(self.plan.pages_kept_free)
+        self._prefetch = config.expert_prefetch
         self._scheduler.step_costs = self._measure(config.max_num_seqs)
         self._learns = config.expert_cache_policy == "lru"
         self._shown = -1
@@ -234,6 +236,8 @@ class Simulation:
         )
 
     def _loads_ahead(self, tokens: int) -> bool:
+        if self._prefetch != "auto":
+            return self._prefetch == "all"
         moe = self._cost.model.moe
         return loads_ahead(tokens, moe.num_experts, moe.num_experts_per_tok)
 
@@ -289,17 +293,18 @@ class Simulation:
         return used
 
 
-def pool_for(model: ModelConfig, config: EngineConfig, device_bytes: int, resident_bytes: int) -> int:
+def pool_for(model: ModelConfig, config: EngineConfig, device_bytes: int) -> int:
     """Bytes of a pool beside the resident weights and a workspace of 1 GiB, in whole pools.
 
     Raises ValueError when the weights alone do not fit.
     """
     layout = layout_for(model, config)
     step = layout.huge_page_multiple * layout.huge_page_bytes
-    room = device_bytes - resident_bytes - 2**30
+    weights = resident_bytes(model, 4 if config.dtype == "float32" else 2)
+    room = device_bytes - weights - 2**30
     if room < 2 * step:
         raise ValueError(
-            f"{device_bytes} bytes of device memory do not hold {resident_bytes} bytes of resident weights, "
+            f"{device_bytes} bytes of device memory do not hold {weights} bytes of resident weights, "
             "a workspace of 1 GiB and a page pool: take a card with more memory"
         )
     return room // step * step

@@ -1,6 +1,7 @@
 """The architectures rimuru serves, by the `model_type` of their config.json."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,7 @@ from rimuru_jax.models import (
 )
 from rimuru_jax.models.config import ModelConfig
 from rimuru_jax.models.config_reader import ConfigReader
-from rimuru_jax.models.weights import TensorNames
+from rimuru_jax.models.weights import TensorNames, resident_sources
 
 ARCHITECTURES: Mapping[str, ModuleType] = {
     "gpt_oss": gpt_oss,
@@ -80,3 +81,9 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{path} holds a {type(raw).__name__}, but a JSON object is needed; download it again"
         )
     return raw
+
+
+def resident_bytes(model: ModelConfig, weight_bytes: int) -> int:
+    """Bytes of all weights that are no routed experts, `weight_bytes` each but for those kept in float32."""
+    sources = resident_sources(model, tensor_names(model.model_type)[0]).values()
+    return sum(math.prod(source.shape) * (4 if source.float32 else weight_bytes) for source in sources)
