@@ -135,6 +135,7 @@ class TestOracle:
         one = engine(name, memory_policy=policy, expert_offload_limit=limit)
         one.experts.shrink(one.experts.shrinkable_experts)
         one.allocator.begin_pass()
+        one.experts.fit_buffers(one.allocator.free_expert_pages)
         # Someone else leaves room for the prompts that run at once, but not for their answers.
         prompts, kinds = case(name).prompts, one.plan.layout.sequence_kinds
         demands = [
