@@ -59,7 +59,7 @@ def test_a_step_starts_before_the_tokens_of_the_last_one_are_read(engine, monkey
 
     def note(name, owner):
         real = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args: order.append(name) or real(*args))
+        monkeypatch.setattr(owner, name, lambda *args, **rest: order.append(name) or real(*args, **rest))
 
     note("run", engine.loop)
     note("_deliver", engine)
@@ -265,7 +265,7 @@ class TestOwnLoop:
         assert not engine.has_unfinished_requests()
 
     def test_interrupted_generate_leaves_nothing(self, engine, monkeypatch):
-        def interrupt(*_):
+        def interrupt(*_, **__):
             raise KeyboardInterrupt
 
         monkeypatch.setattr(engine.loop, "run", interrupt)
