@@ -101,7 +101,7 @@ def main() -> None:
                 "down": dataclasses.asdict(config.down),
             }
             sizes.append(fields)
-        experts = tuning.Experts(experts=shape.experts, f=shape.f, d=shape.d, matrices=3)
+        experts = tuning.ExpertShape(experts=shape.experts, f=shape.f, d=shape.d, matrices=3)
         entries.append({"shape": dataclasses.asdict(experts), "sizes": sizes})
     content = {"card": device.device_kind, "jax": jax.__version__, "entries": entries}
     path = args.output or tuning.FOLDER / tuning.file_name(device.device_kind)

@@ -5,6 +5,7 @@ from typing import Literal
 
 from rimuru_jax.host.adjuster import AdjusterPolicy
 from rimuru_jax.host.pool_plan import MemoryPolicy
+from rimuru_jax.host.prefetch import Prefetch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class EngineConfig:
     """Experts of a layer that may be away from the pool, at most."""
     loading_buffer_experts: int = 32
     """Experts of one loading-buffer set, at most; what does not fit is read from the host in place."""
-    expert_prefetch: Literal["auto", "all", "none"] = "auto"
+    expert_prefetch: Prefetch = "auto"
     """Absent experts that a step copies into loading buffers ahead of their layer: all that these hold, none, or all
     if most of them will be chosen. The others are read from the host in place."""
     expert_cache_policy: Literal["hotset", "lru"] = "hotset"

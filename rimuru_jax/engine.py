@@ -13,7 +13,6 @@ tells is in the next step by then; what comes out there is dropped.
 
 import itertools
 import logging
-import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,19 +25,15 @@ from rich.progress import Progress
 
 from rimuru_jax.array_types import RouterCounts
 from rimuru_jax.config import EngineConfig
-from rimuru_jax.host.allocator import PageAllocator
-from rimuru_jax.host.expert_cache import HOST, ExpertCache, residency_policy
-from rimuru_jax.host.hotset import HotsetProfile, ModelFingerprint
-from rimuru_jax.host.metrics import Metrics
-from rimuru_jax.host.page_layout import EXPERT, PageLayout
-from rimuru_jax.host.page_tables import PageTables
-from rimuru_jax.host.pool_plan import PoolPlan, choose_layout, plan_pool
+from rimuru_jax.controller import HostController, hotset_profile, layout_for, plan_for
+from rimuru_jax.host.expert_cache import HOST
+from rimuru_jax.host.hotset import HotsetProfile
+from rimuru_jax.host.page_layout import PageLayout
 from rimuru_jax.host.prefetch import loads_ahead
 from rimuru_jax.host.request import Request
-from rimuru_jax.host.scheduler import ScheduledChunk, Scheduler, SchedulerConfig, StepPlan
+from rimuru_jax.host.scheduler import ScheduledChunk, StepPlan
 from rimuru_jax.memory_budget import MemoryBudget, measure, reserve_memory
 from rimuru_jax.models.checkpoint import LoadedModel, load_checkpoint
-from rimuru_jax.models.config import ElementBytes, ModelConfig
 from rimuru_jax.models.context import ModelSpec
 from rimuru_jax.models.default_model import DEFAULT_POOL_BYTES, cache_dir, default_model_path
 from rimuru_jax.models.random_weights import random_model, skewed
@@ -214,41 +209,24 @@ class Engine:
         return budget
 
     def _build(self, params: Mapping[str, Any], host_pages: np.ndarray, profile: HotsetProfile) -> None:
-        config, plan, moe = self.config, self.plan, self.model_config.moe
+        config, plan = self.config, self.plan
         spec = self._spec(plan.layout)
-        self.metrics = Metrics()
-        allocator = PageAllocator(plan.layout, plan.num_huge_pages)
-        limits = {"max_num_seqs": config.max_num_seqs, "max_model_len": plan.max_model_len}
-        self._page_tables = PageTables(plan.layout, **limits)
-        self.experts = ExpertCache(
-            num_layers=len(self.model_config.moe_layers),
-            num_experts=moe.num_experts,
-            matrices=moe.matrices,
-            allocator=allocator,
-            policy=residency_policy(config.expert_cache_policy, profile),
-            expert_offload_limit=plan.expert_offload_limit,
-            buffer_experts=plan.buffer_experts,
-        )
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                policy=config.scheduling_policy,
-                memory_policy=config.memory_policy,
-                expand_patience=config.expand_patience,
-                adjuster_policy=config.adjuster_policy,
-                **limits,
-            ),
-            allocator,
-            self._page_tables,
-            self.experts,
-            self.metrics,
-        )
-        self.allocator = allocator
+        host = HostController.build(self.model_config, config, plan, profile)
+        self.allocator, self._page_tables, self.experts = host.allocator, host.page_tables, host.experts
+        self.scheduler, self.metrics = host.scheduler, host.metrics
         self.loop = ServingLoop(
-            spec, params, host_pages, plan.layout, num_huge_pages=plan.num_huge_pages, **limits
+            spec,
+            params,
+            host_pages,
+            plan.layout,
+            num_huge_pages=plan.num_huge_pages,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=plan.max_model_len,
         )
         self.loop.copy_experts(self.experts.fill(plan.pages_kept_free))
         self._shown_experts = -1
+        self._places: dict[bool, tuple[np.ndarray, np.ndarray]] = {}
+        """bool[L, E] twice, by whether a step loads ahead: experts that it finds in the pool, and those in buffers."""
         self.router_counts = np.zeros(self.experts.resident.shape, np.int64)
         """How many tokens chose each expert of each MoE layer since the start."""
         self.num_routed_tokens = 0
@@ -393,9 +371,11 @@ class Engine:
             self._shown_experts = self.experts.version
             pages, loads = self.experts.step_tables()
             self.loop.set_experts(pages, loads, self.experts.buffer_pages)
-            self._in_pool = pages[:, :, 0] != HOST
-            self._buffered = self._in_pool & ~self.experts.resident
-        outputs, ahead = None, self._loads_ahead(plan)
+            in_pool, resident = pages[:, :, 0] != HOST, self.experts.resident.copy()
+            self._places = {True: (in_pool, in_pool & ~resident), False: (resident, np.zeros_like(resident))}
+        moe, num_tokens = self.model_config.moe, sum(chunk.num_tokens for chunk in plan.chunks)
+        ahead = loads_ahead(self.config.expert_prefetch, num_tokens, moe.num_experts, moe.num_experts_per_tok)
+        outputs = None
         if plan.chunks:
             outputs = self.loop.run(pack([self._chunk(chunk) for chunk in plan.chunks]), loads_ahead=ahead)
         if self._running is not None:
@@ -406,23 +386,17 @@ class Engine:
                 self._states.pop(request_id, None)
         return list(changed.values())
 
-    def _loads_ahead(self, plan: StepPlan) -> bool:
-        """Whether the step fills the loading buffers."""
-        if self.config.expert_prefetch != "auto":
-            return self.config.expert_prefetch == "all"
-        moe, tokens = self.model_config.moe, sum(chunk.num_tokens for chunk in plan.chunks)
-        return loads_ahead(tokens, moe.num_experts, moe.num_experts_per_tok)
-
     def _sample(self, plan: StepPlan, outputs: StepOutputs, loads_ahead: bool) -> "_RunningStep":
         """Start the choice of a step's tokens, all tokens before which are known by now."""
         inputs, features = self._sampling_inputs(plan, outputs.logits.shape[0])
+        in_pool, buffered = self._places[loads_ahead]
         step = _RunningStep(
             plan=plan,
             sampled=self.loop.sample(outputs, inputs, features),
             router_counts=outputs.router_counts,
             prompt_logprobs=list(self._start_prompt_logprobs(plan, outputs)),
-            in_pool=self._in_pool if loads_ahead else self._in_pool & ~self._buffered,
-            buffered=self._buffered if loads_ahead else np.zeros_like(self._buffered),
+            in_pool=in_pool,
+            buffered=buffered,
         )
         for array in jax.tree.leaves((step.sampled, step.router_counts)):
             array.copy_to_host_async()
@@ -623,57 +597,6 @@ class Engine:
     def get_metrics(self) -> dict[str, int | float]:
         """All counters and gauges by name."""
         return self.metrics.snapshot()
-
-
-def layout_for(model: ModelConfig, config: EngineConfig) -> PageLayout:
-    """The page layout of a model under these arguments."""
-    size, recurrent = (
-        4 if dtype == "float32" else 2 for dtype in (config.dtype, config.mamba_ssm_cache_dtype)
-    )
-    elements = ElementBytes(weight=size, state=size, recurrent=recurrent)
-    return choose_layout(lambda tokens: model.page_kinds(elements, tokens), config.block_size)
-
-
-def plan_for(model: ModelConfig, config: EngineConfig, default_pool_bytes: int | None = None) -> PoolPlan:
-    """The pool of a model under these arguments; needs no weights."""
-    layout = layout_for(model, config)
-    return plan_pool(
-        layout,
-        pool_bytes=config.page_pool_bytes or default_pool_bytes or _default_pool_bytes(model, layout),
-        memory_policy=config.memory_policy,
-        num_experts=model.moe.num_experts,
-        num_experts_per_tok=model.moe.num_experts_per_tok,
-        matrices=model.moe.matrices,
-        expert_offload_limit=config.expert_offload_limit,
-        loading_buffer_experts=config.loading_buffer_experts,
-        max_model_len=config.max_model_len,
-        model_len_limit=model.max_position_embeddings,
-        adjuster_policy=config.adjuster_policy,
-    )
-
-
-def fingerprint(model: ModelConfig) -> ModelFingerprint:
-    return ModelFingerprint(
-        model_type=model.model_type,
-        num_layers=len(model.moe_layers),
-        num_experts=model.moe.num_experts,
-        experts_per_token=model.moe.num_experts_per_tok,
-    )
-
-
-def hotset_profile(model: ModelConfig, path: str | Path | None) -> HotsetProfile:
-    """The profile at `path`, or the uniform one."""
-    return HotsetProfile.load(path, fingerprint(model)) if path else HotsetProfile.uniform(fingerprint(model))
-
-
-def _default_pool_bytes(model: ModelConfig, layout: PageLayout) -> int:
-    """All experts and the pages of eight requests of up to 4096 tokens, at most half of the memory that is free."""
-    tokens = min(4096, model.max_position_embeddings)
-    states = sum(placed.units_for(tokens) * placed.stride_bytes for placed in layout.sequence_kinds)
-    experts = len(model.moe_layers) * model.moe.num_experts * model.moe.matrices * layout[EXPERT].stride_bytes
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    wanted = experts + 8 * states + 2 * layout.huge_page_multiple * layout.huge_page_bytes
-    return max(min(wanted, free // 2), 2 * layout.huge_page_multiple * layout.huge_page_bytes)
 
 
 def _on_gpu() -> bool:

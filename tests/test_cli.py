@@ -361,6 +361,15 @@ def test_bench_counts_what_it_was_asked_for(run, bare, tmp_path):
     trace.write_text("a,b\n1,2\n")
     status, _, err = run(*asked)
     assert status == 2 and "has the columns a, b, but input_tokens and output_tokens" in err
+    for command, option in (
+        ("latency", "batch-size"),
+        ("latency", "num-iters"),
+        ("throughput", "num-prompts"),
+    ):
+        status, _, err = run("bench", command, f"--{option}", 0, *arguments)
+        assert status == 2 and f"{option.replace('-', '_')} is 0, it must be at least 1" in err
+    status, _, err = run("bench", "latency", "--input-len", 10**12, *arguments)
+    assert status == 2 and "8 of 8 requests are longer than max_model_len" in err
 
 
 def test_skew_by_hand():

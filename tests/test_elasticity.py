@@ -70,7 +70,7 @@ def test_more_requests_run_at_once_than_with_all_experts_resident(model):
 
 
 def test_residency_follows_the_hotset_profile(model, tmp_path):
-    from rimuru_jax.engine import fingerprint
+    from rimuru_jax.controller import fingerprint
     from rimuru_jax.host.hotset import HotsetProfile
 
     one = engine(model)

@@ -17,7 +17,7 @@ LAYERS = (
     ("pallas",),
     ("models",),
     ("sampling", "serving_loop", "memory_budget"),
-    ("request_state",),
+    ("request_state", "controller"),
     ("engine",),
     ("server", "bench"),
     ("experiments",),

@@ -133,5 +133,6 @@ def test_kernels_are_as_near_to_float32_as_the_reference(name, tmp_path, monkeyp
     assert {chosen for _, chosen in used} == {"reference"}
     # A router near a tie chooses otherwise in bfloat16 and moves single tokens by far: medians say more than maxima.
     print(name, "median errors", np.median(kernels), np.median(reference))
+    # Two ways to round to bfloat16 differ by some percent in such medians, either way, without one being the better.
     assert np.median(kernels) <= 1.2 * np.median(reference) + 5e-3
     assert np.mean(kernels > 3 * np.median(reference)) <= np.mean(reference > 3 * np.median(reference)) + 0.05

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from rimuru_jax.config import EngineConfig
-from rimuru_jax.engine import layout_for
+from rimuru_jax.controller import layout_for
 from rimuru_jax.memory_budget import GRANULE, MemoryBudget, reserve_memory
 from rimuru_jax.models.context import ModelSpec
 from rimuru_jax.serving_loop import buckets, workspace_bytes

@@ -40,10 +40,14 @@ def latency(
     engine: Mapping[str, Any],
 ) -> None:
     """Time of completing one batch of random prompts, and of its decode steps."""
-    _check_lengths(input_len, output_len)
+    _check_positive(input_len=input_len, output_len=output_len, batch_size=batch_size, num_iters=num_iters)
+    if num_iters_warmup < 0:
+        raise ValueError(f"num_iters_warmup is {num_iters_warmup}, it must not be negative")
     engine = {**engine, "max_num_seqs": max(engine["max_num_seqs"], batch_size)}
     loaded, _ = load_engine(model, engine)
-    requests = random_requests(loaded, [(input_len, output_len)] * batch_size)
+    lengths = [(input_len, output_len)] * batch_size
+    _check_fit(loaded, lengths)
+    requests = random_requests(loaded, lengths)
     latencies: list[float] = []
     steps: list[float] = []
     with progress(f"{num_iters_warmup + num_iters} batches of {batch_size}") as report:
@@ -84,17 +88,12 @@ def throughput(
     engine: Mapping[str, Any],
 ) -> None:
     """Tokens per second of many random prompts that all wait at once."""
-    _check_lengths(input_len, output_len)
+    _check_positive(input_len=input_len, output_len=output_len, num_prompts=num_prompts)
     lengths = [(input_len, output_len)] * num_prompts
     if dataset_path is not None:
         lengths = read_lengths(dataset_path, num_prompts)
     loaded, _ = load_engine(model, engine)
-    limit = loaded.plan.max_model_len
-    if long := [pair for pair in lengths if sum(pair) > limit]:
-        raise ValueError(
-            f"{len(long)} of {len(lengths)} requests are longer than max_model_len ({limit} tokens), the first with "
-            f"{long[0][0]} + {long[0][1]}: raise max_model_len or shorten them"
-        )
+    _check_fit(loaded, lengths)
     requests = random_requests(loaded, lengths)
     with progress(f"{len(requests)} requests"):
         run_requests(loaded, requests[:1])
@@ -162,10 +161,19 @@ def run_requests(
     return last - begin, steps
 
 
-def _check_lengths(input_len: int, output_len: int) -> None:
-    for name, value in (("input_len", input_len), ("output_len", output_len)):
+def _check_positive(**values: int) -> None:
+    for name, value in values.items():
         if value < 1:
-            raise ValueError(f"{name} is {value}, it must be at least 1 token")
+            raise ValueError(f"{name} is {value}, it must be at least 1")
+
+
+def _check_fit(engine: "Engine", lengths: Sequence[tuple[int, int]]) -> None:
+    limit = engine.plan.max_model_len
+    if long := [pair for pair in lengths if sum(pair) > limit]:
+        raise ValueError(
+            f"{len(long)} of {len(lengths)} requests are longer than max_model_len ({limit} tokens), the first with "
+            f"{long[0][0]} + {long[0][1]}: raise max_model_len or shorten them"
+        )
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:

@@ -71,7 +71,7 @@ def record(
     loaded, folder = load_engine(model, engine)
     params = sampling(folder)
     complete(loaded, prepare(loaded, asked, chat_template), params, f"running {len(asked)} prompts")
-    from rimuru_jax.engine import fingerprint
+    from rimuru_jax.controller import fingerprint
 
     profile = HotsetProfile(
         model=fingerprint(loaded.model_config),

@@ -31,9 +31,10 @@ def simulate(
     random_input_len: Annotated[int, typer.Option(help="Tokens of a random prompt.")] = 1024,
     random_output_len: Annotated[int, typer.Option(help="Tokens to generate for it.")] = 128,
     request_rate: Annotated[
-        float, typer.Option(help="Requests per second; inf sends all at once, also those of a trace.")
-    ] = 0.0,
-    time_scale: Annotated[float, typer.Option(help="Factor of the times of a trace.")] = 1.0,
+        float | None,
+        typer.Option(help="Requests per second; inf: all at once. Default: a trace's own times, else inf."),
+    ] = None,
+    time_scale: Annotated[float, typer.Option(help="Factor of a trace's own times.")] = 1.0,
     routing: Annotated[
         Literal["uniform", "early_layer", "typical", "steep"],
         typer.Option(help="How unequally often experts are chosen."),
@@ -70,13 +71,13 @@ def simulate(
         pool = simulator.pool_for(described, config, memory)
         config = dataclasses.replace(config, page_pool_bytes=pool)
     if dataset_path is None:
-        rate = request_rate or float("inf")
+        rate = float("inf") if request_rate is None else request_rate
         requests = [workload.BenchRequest([], random_input_len, random_output_len)] * num_prompts
         times = workload.arrivals(requests, rate, 1.0, config.seed)
     else:
         requests = workload.trace_lengths(dataset_path, num_prompts)
         times = [time_scale * (r.arrival or 0.0) for r in requests]
-        if request_rate:
+        if request_rate is not None:
             bare = [dataclasses.replace(r, arrival=None) for r in requests]
             times = workload.arrivals(bare, request_rate, 1.0, config.seed)
     arrivals = [
@@ -92,6 +93,9 @@ def simulate(
         result = simulation.run(
             arrivals, progress=lambda done: show(done / len(arrivals), f"{done} of {len(arrivals)} requests")
         )
+    errors = sorted({request.error for request in result.requests if request.error})
+    if not result.counters["request_success"]:
+        raise ValueError(f"no request could be served: {errors[0]}")
     metrics, percentiles = ["ttft", "tpot", "itl", "e2el"], [50, 90, 99]
     figures = report.summary(
         result.requests, result.seconds, metrics=metrics, percentiles=percentiles, goodput={}
@@ -101,7 +105,7 @@ def simulate(
     print(f"{'Steps':<40}{result.steps:>12}\n{'Most requests running':<40}{result.peak_running:>12}")
     for name in ("num_preemptions", "expert_shrinks", "expert_expansions"):
         print(f"{name.replace('_', ' ').capitalize():<40}{result.counters[name]:>12}")
-    if errors := sorted({r.error for r in result.requests if r.error}):
+    if errors:
         note(f"refused requests: {errors[0]}" + (f" (and {len(errors) - 1} more)" if errors[1:] else ""))
     if save_result is not None:
         conditions = {

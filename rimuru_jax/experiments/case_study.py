@@ -103,13 +103,20 @@ def main() -> None:
     parser.add_argument("--routing", choices=ROUTING, default="uniform")
     parser.add_argument("--output", type=Path, help="folder for JSON and pictures")
     args = parser.parse_args()
+    try:
+        study(args)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        parser.error(str(error))
+
+
+def study(args: argparse.Namespace) -> None:
     model, card = parse_config(read_config(args.model)), CARDS[args.card]
     requests = trace_lengths(TRACE, 300)
     arrivals = [Arrival(0.0, request.prompt_tokens, request.output_tokens) for request in requests]
     memory = int(args.device_gib * 2**30) if args.device_gib else card.memory_bytes
     results = run(model, card, memory, args.routing, arrivals)
     print(table(results))
-    if args.output is None:
+    if args.output is None or all(isinstance(result, str) for result in results.values()):
         return
     args.output.mkdir(parents=True, exist_ok=True)
     runs = {name: result for name, result in results.items() if isinstance(result, SimulationResult)}

@@ -13,20 +13,22 @@ import numpy as np
 
 from rimuru_jax.bench.report import BenchResult
 from rimuru_jax.config import EngineConfig
-from rimuru_jax.engine import fingerprint, hotset_profile, layout_for, plan_for
+from rimuru_jax.controller import (
+    HostController,
+    element_bytes,
+    fingerprint,
+    hotset_profile,
+    layout_for,
+    plan_for,
+)
 from rimuru_jax.experiments.cards import Card
 from rimuru_jax.experiments.cost import CostModel, Work
-from rimuru_jax.host.allocator import PageAllocator
-from rimuru_jax.host.expert_cache import ExpertCache, residency_policy
 from rimuru_jax.host.hotset import HotsetProfile
-from rimuru_jax.host.metrics import Metrics
 from rimuru_jax.host.page_layout import EXPERT
-from rimuru_jax.host.page_tables import PageTables
 from rimuru_jax.host.prefetch import loads_ahead
 from rimuru_jax.host.request import Request
-from rimuru_jax.host.scheduler import Scheduler, SchedulerConfig
 from rimuru_jax.host.throughput import StepCosts
-from rimuru_jax.models.config import ElementBytes, ModelConfig
+from rimuru_jax.models.config import ModelConfig
 from rimuru_jax.models.registry import resident_bytes
 
 ROUTING = {"uniform": 0.0, "early_layer": 0.5, "typical": 0.8, "steep": 1.2}
@@ -132,42 +134,14 @@ class Simulation:
         if config.page_pool_bytes is None:
             raise ValueError("a simulation needs page_pool_bytes: no device says how much memory there is")
         self.plan = plan_for(model, config)
-        recurrent = 4 if config.mamba_ssm_cache_dtype == "float32" else 2
-        element = 4 if config.dtype == "float32" else 2
-        size = ElementBytes(weight=element, state=element, recurrent=recurrent)
-        self._cost, self._card = CostModel(model, size, card, shares), card
+        self._model, self._config, self._card = model, config, card
+        self._cost = CostModel(model, element_bytes(config), card, shares)
         self._rng = np.random.default_rng(0)
-        self.metrics = Metrics()
-        self._allocator = PageAllocator(self.plan.layout, self.plan.num_huge_pages)
-        limits = {"max_num_seqs": config.max_num_seqs, "max_model_len": self.plan.max_model_len}
-        self._tables = PageTables(self.plan.layout, **limits)
-        self._experts = ExpertCache(
-            num_layers=len(model.moe_layers),
-            num_experts=model.moe.num_experts,
-            matrices=model.moe.matrices,
-            allocator=self._allocator,
-            policy=residency_policy(
-                config.expert_cache_policy, profile or hotset_profile(model, config.expert_hotset_path)
-            ),
-            expert_offload_limit=self.plan.expert_offload_limit,
-            buffer_experts=self.plan.buffer_experts,
-        )
-        self._scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                policy=config.scheduling_policy,
-                memory_policy=config.memory_policy,
-                expand_patience=config.expand_patience,
-                adjuster_policy=config.adjuster_policy,
-                **limits,
-            ),
-            self._allocator,
-            self._tables,
-            self._experts,
-            self.metrics,
-        )
+        profile = profile or hotset_profile(model, config.expert_hotset_path)
+        host = HostController.build(model, config, self.plan, profile)
+        self._allocator, self._tables, self._experts = host.allocator, host.page_tables, host.experts
+        self._scheduler, self.metrics = host.scheduler, host.metrics
         self._experts.fill(self.plan.pages_kept_free)
-        self._prefetch = config.expert_prefetch
         self._scheduler.step_costs = self._measure(config.max_num_seqs)
         self._learns = config.expert_cache_policy == "lru"
         self._shown = -1
@@ -236,10 +210,8 @@ class Simulation:
         )
 
     def _loads_ahead(self, tokens: int) -> bool:
-        if self._prefetch != "auto":
-            return self._prefetch == "all"
-        moe = self._cost.model.moe
-        return loads_ahead(tokens, moe.num_experts, moe.num_experts_per_tok)
+        moe = self._model.moe
+        return loads_ahead(self._config.expert_prefetch, tokens, moe.num_experts, moe.num_experts_per_tok)
 
     def _add(self, number: int, arrival: Arrival) -> str:
         """Queue a request; why it cannot be served, if it cannot."""
@@ -300,7 +272,7 @@ def pool_for(model: ModelConfig, config: EngineConfig, device_bytes: int) -> int
     """
     layout = layout_for(model, config)
     step = layout.huge_page_multiple * layout.huge_page_bytes
-    weights = resident_bytes(model, 4 if config.dtype == "float32" else 2)
+    weights = resident_bytes(model, element_bytes(config).weight)
     room = device_bytes - weights - 2**30
     if room < 2 * step:
         raise ValueError(

@@ -190,9 +190,8 @@ class ExpertCache:
     @property
     def experts_to_smaller_buffers(self) -> int:
         """Experts that must become resident for each loading buffer to need one expert less; 0 if none can."""
-        return max(0, self.absent_experts - len(self.resident) * (self.buffer_pages.shape[1] - 1)) * (
-            self.buffer_pages.shape[1] > 0
-        )
+        held = self.buffer_pages.shape[1]
+        return max(0, self.absent_experts - len(self.resident) * (held - 1)) if held else 0
 
     def fill(self, keep_free_pages: int) -> list[ExpertCopy]:
         """Start-up: make experts resident, most probable first, and return the copies to do before the first step.

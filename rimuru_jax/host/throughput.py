@@ -29,10 +29,10 @@ class StepCosts:
     def of(self, requests: np.ndarray, absent: np.ndarray) -> np.ndarray:
         """Seconds of steps of `requests[i]` with `absent[i]` experts lacking from a layer, on average."""
         by_absent = np.stack([np.interp(absent, self.absent, row) for row in self.seconds])
-        sizes = np.asarray(self.requests)
-        after = np.clip(np.searchsorted(sizes, requests), 1, max(1, len(sizes) - 1))
-        if len(sizes) == 1:
+        if len(self.requests) == 1:
             return by_absent[0]
+        sizes = np.asarray(self.requests)
+        after = np.clip(np.searchsorted(sizes, requests), 1, len(sizes) - 1)
         before, columns = after - 1, np.arange(len(requests))
         share = np.clip((requests - sizes[before]) / (sizes[after] - sizes[before]), 0, 1)
         return (1 - share) * by_absent[before, columns] + share * by_absent[after, columns]

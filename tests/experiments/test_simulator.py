@@ -123,6 +123,8 @@ def test_case_study(tmp_path, monkeypatch, capsys):
         (["--device-memory", "2GiB"], "do not hold .* bytes of resident weights"),
         (["--dataset-name", "trace"], "--dataset-name trace needs a --dataset-path"),
         (["--num-prompts", "0"], "must be positive"),
+        (["--request-rate", "-1"], "--request-rate and --burstiness must be positive"),
+        (["--max-model-len", "512"], "no request could be served: the prompt of request '0' has 1024 tokens"),
     ],
 )
 def test_errors_are_one_sentence(arguments, message, capsys):

@@ -18,4 +18,8 @@ def test_by_a_draw():
         draws = np.argsort(rng.random((400, tokens, experts)), axis=2)[:, :, :chosen]
         share = np.mean([len(np.unique(draw)) for draw in draws]) / experts
         assert abs(share - WORTH_LOADING) > 0.02, "too near to tell by a draw"
-        assert loads_ahead(tokens, experts, chosen) == (share > WORTH_LOADING)
+        assert loads_ahead("auto", tokens, experts, chosen) == (share > WORTH_LOADING)
+
+
+def test_by_order():
+    assert loads_ahead("all", 1, 128, 8) and not loads_ahead("none", 8192, 128, 8)

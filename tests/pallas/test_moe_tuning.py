@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.tune_moe import launches
 from rimuru_jax.pallas.memory_view import MemoryView
 from rimuru_jax.pallas.paged_moe import api, mosaic_gpu, tuning
-from rimuru_jax.pallas.paged_moe.tuning import Experts
+from rimuru_jax.pallas.paged_moe.tuning import ExpertShape
 
 VIEW = MemoryView(kind="expert", page_shape=(768, 2048), dtype=jnp.dtype(jnp.bfloat16), stride=768 * 2048)
-EXPERTS = Experts(experts=128, f=768, d=2048, matrices=3)
+EXPERTS = ExpertShape(experts=128, f=768, d=2048, matrices=3)
 
 
 @pytest.fixture
@@ -55,19 +56,30 @@ def test_what_was_not_measured_has_the_usual_sizes(card):
     assert mosaic_gpu.config_for(8, 500, EXPERTS, 132) == usual, "tokens were grouped for another tile"
 
 
+def can_run(tile: int, matrices: int, width: int, launch: mosaic_gpu.Launch) -> None:
+    slot = (matrices * launch.block + tile) * launch.depth * 2
+    assert width % launch.block == 0
+    assert launch.stages * slot + tile * min(launch.block, 128) * 2 < 227 * 1024
+
+
+@pytest.mark.parametrize("tile", mosaic_gpu.TILES)
+def test_what_is_tried_can_run(tile):
+    for matrices, width, contracted in ((2, 768, 2048), (1, 2048, 768), (2, 1408, 2048)):
+        tried = list(launches(tile, matrices, width, contracted))
+        assert tried
+        for launch in tried:
+            assert contracted % launch.depth == 0
+            can_run(tile, matrices, width, launch)
+
+
 def test_the_sizes_of_the_package_can_run():
     for path in tuning.FOLDER.glob("*.json"):
         for entry in json.loads(path.read_text())["entries"]:
-            experts = Experts(**entry["shape"])
+            experts = ExpertShape(**entry["shape"])
             last = 0
             for sizes in entry["sizes"]:
                 assert sizes["up_to"] > last and sizes["tile"] in mosaic_gpu.TILES
                 last = sizes["up_to"]
-                for name, matrices, width in (
-                    ("gate_up", experts.matrices - 1, experts.f),
-                    ("down", 1, experts.d),
-                ):
-                    launch = mosaic_gpu.Launch(**sizes[name])
-                    slot = (matrices * launch.block + sizes["tile"]) * launch.depth * 2
-                    assert width % launch.block == 0
-                    assert launch.stages * slot + sizes["tile"] * min(launch.block, 128) * 2 < 227 * 1024
+                gate_up, down = (mosaic_gpu.Launch(**sizes[name]) for name in ("gate_up", "down"))
+                can_run(sizes["tile"], experts.matrices - 1, experts.f, gate_up)
+                can_run(sizes["tile"], 1, experts.d, down)

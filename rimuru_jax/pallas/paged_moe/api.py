@@ -9,7 +9,7 @@ from rimuru_jax.pallas.moe_routing import Routing
 from rimuru_jax.pallas.page_loads import PageLoads
 from rimuru_jax.pallas.paged_moe import mosaic_gpu, reference
 from rimuru_jax.pallas.paged_moe.activations import MATRICES, activation_named
-from rimuru_jax.pallas.paged_moe.tuning import Experts, tuned
+from rimuru_jax.pallas.paged_moe.tuning import ExpertShape, tuned
 
 AVAILABLE = ("reference", "mosaic_gpu")
 
@@ -18,7 +18,7 @@ def token_tile(pairs: int, num_experts: int, view: MemoryView, matrices: int) ->
     """Rows of a tile that suit the implementation this device has, for (token, expert) pairs: a power of two."""
     if resolve("paged_moe", None, AVAILABLE) != "mosaic_gpu":
         return reference.token_tile(pairs, num_experts)
-    sizes = tuned(Experts.of(view, num_experts, matrices), pairs)
+    sizes = tuned(ExpertShape.of(view, num_experts, matrices), pairs)
     return mosaic_gpu.token_tile(pairs, num_experts) if sizes is None else sizes["tile"]
 
 

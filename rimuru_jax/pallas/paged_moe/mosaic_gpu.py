@@ -42,7 +42,7 @@ from rimuru_jax.pallas.memory_view import MemoryView
 from rimuru_jax.pallas.moe_routing import Routing
 from rimuru_jax.pallas.page_loads import PageLoads
 from rimuru_jax.pallas.paged_moe.activations import Activation
-from rimuru_jax.pallas.paged_moe.tuning import Experts, tuned
+from rimuru_jax.pallas.paged_moe.tuning import ExpertShape, tuned
 
 TILES = (8, 16, 32, 64, 128)
 """Token tiles the kernel has a form for; in the last the tokens are the M side."""
@@ -116,7 +116,7 @@ def refusal(view: MemoryView, hidden_dtype: jnp.dtype, tile: int, host_words: in
     return None
 
 
-def config_for(tile: int, pairs: int, experts: Experts, multiprocessors: int) -> Config:
+def config_for(tile: int, pairs: int, experts: ExpertShape, multiprocessors: int) -> Config:
     """The sizes that were measured to be best, if they are of this tile, else those that `choose_config` thinks of."""
     sizes = tuned(experts, pairs)
     if sizes is None or sizes["tile"] != tile:
@@ -170,7 +170,7 @@ def paged_moe(
     rows, inner = routing.row_tokens.shape[0], table.shape[2] - 1
     if config is None:
         tile = rows // routing.tile_experts.shape[0]
-        experts = Experts.of(view, table.shape[1], table.shape[2])
+        experts = ExpertShape.of(view, table.shape[1], table.shape[2])
         config = config_for(tile, weights.size, experts, getattr(jax.devices()[0], "core_count", 132))
 
     def pages(words: Array, shape: tuple[int, int], stride: int) -> Array:

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent / "tuned"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class ExpertShape:
     """What sizes depend on."""
 
     experts: int
@@ -26,7 +26,7 @@ class Experts:
     matrices: int
 
     @classmethod
-    def of(cls, view: MemoryView, experts: int, matrices: int) -> "Experts":
+    def of(cls, view: MemoryView, experts: int, matrices: int) -> "ExpertShape":
         f, d = view.page_shape
         return cls(experts=experts, f=f, d=d, matrices=matrices)
 
@@ -37,14 +37,16 @@ def file_name(card: str) -> str:
 
 
 @functools.cache
-def _entries(card: str) -> dict[Experts, list[dict[str, Any]]]:
+def _entries(card: str) -> dict[ExpertShape, list[dict[str, Any]]]:
     path = FOLDER / file_name(card)
     if not path.exists():
         return {}
-    return {Experts(**entry["shape"]): entry["sizes"] for entry in json.loads(path.read_text())["entries"]}
+    return {
+        ExpertShape(**entry["shape"]): entry["sizes"] for entry in json.loads(path.read_text())["entries"]
+    }
 
 
-def tuned(experts: Experts, pairs: int) -> dict[str, Any] | None:
+def tuned(experts: ExpertShape, pairs: int) -> dict[str, Any] | None:
     """The sizes for `pairs` (token, expert) pairs on the default device, None where nothing was measured.
 
     Returns {"up_to": pairs, "tile": tokens, "gate_up": fields of a `Launch`, "down": the same}.
