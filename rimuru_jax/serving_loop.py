@@ -69,6 +69,10 @@ class Chunk(NamedTuple):
 
 NOMINAL_POOL_BYTES = 1 << 30
 
+GPU_COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+"""Dense layers go to cuBLAS by its heuristic. Autotuning would compile dozens of kernels for each shape of each bucket, take
+memory that the pool has by then, and choose anew at every start, in other roundings."""
+
 UPDATE_SIZES = (64, 1024, 16384)
 """Entries of the page tables that are written at once; few sizes, so that few programs do it."""
 
@@ -196,7 +200,7 @@ def workspace_bytes(
     bucket = bucket_for(max_num_batched_tokens, max_num_seqs)
     limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
     shapes = step_shapes(spec, layout, bucket, pool_bytes=NOMINAL_POOL_BYTES, **limits)
-    compiled = step.lower(spec, *shapes, decode=bucket.decode).compile()
+    compiled = _compile_for_device(step.lower(spec, *shapes, decode=bucket.decode))
     inputs, _ = build_sampling_inputs([], bucket.rows)
     sampler = (
         jax.jit(sample, static_argnames="features")
@@ -211,6 +215,10 @@ def workspace_bytes(
     assert forward is not None and sampling is not None
     results = forward.output_size_in_bytes - forward.alias_size_in_bytes
     return forward.temp_size_in_bytes + 2 * results + sampling.temp_size_in_bytes
+
+
+def _compile_for_device(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    return lowered.compile(GPU_COMPILER_OPTIONS if jax.default_backend() == "gpu" else None)
 
 
 def table_shapes(
@@ -316,8 +324,7 @@ class ServingLoop:
         self.spec = spec
         self.late_compilations = 0
         self._device = jax.devices()[0]
-        # A GPU takes the whole step as one graph, for which a loop would be in the way. A CPU gains nothing, and compiles longer.
-        self._unrolled = self._device.platform == "gpu"
+        self._on_gpu = self._device.platform == "gpu"
         self._compiled: dict[Bucket, jax.stages.Compiled] = {}
         # What runs still when Python ends would want to give memory back to it, and bring the process down.
         self._running: dict[str, jax.Array] = {}
@@ -436,15 +443,19 @@ class ServingLoop:
         self.pool = _load_pages(self.pool, self.host_pages, ids, ids, zero)
         self.pool = _move_pages(self.pool, self.spec.expert_view, ids, ids, zero)
 
-    def _compile(self, bucket: Bucket) -> None:
+    def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
         """Compile the step of a bucket. Thread-safe."""
         arguments = (
             self.spec, self.params, self.pool, self.host_pages, self.tables, self.experts, empty_batch(bucket),
             self.last_tokens,
         )  # fmt: skip
+        # Layers in a loop are dispatched one by one, which takes longer than a decode; prefills, of which there are many
+        # more buckets, give the host that time.
+        unrolled = self._on_gpu and bucket.decode
         with self._lowering:  # tracing gains nothing from threads
-            lowered = step.lower(*arguments, decode=bucket.decode, unrolled=self._unrolled)
-        self._compiled[bucket] = lowered.compile()
+            lowered = step.lower(*arguments, decode=bucket.decode, unrolled=unrolled)
+        compiled = self._compiled[bucket] = _compile_for_device(lowered)
+        return compiled
 
     def _warm_up_sampling(self, rows: int, features: SamplingFeatures) -> None:
         logits = jnp.zeros((rows, self.spec.config.vocab_size), jnp.float32, device=self._device)
@@ -458,11 +469,16 @@ class ServingLoop:
         arguments = (
             self.params, self.pool, self.host_pages, self.tables, experts, batch, self.last_tokens
         )  # fmt: skip
-        if compiled := self._compiled.get(bucket):
-            self.pool, outputs = compiled(*arguments)
-        else:
+        compiled = self._compiled.get(bucket)
+        if compiled is None:
             self.late_compilations += bool(self._compiled)
-            self.pool, outputs = step(self.spec, *arguments, decode=bucket.decode, unrolled=self._unrolled)
+            # On a CPU, loops of the same model share what `jit` has compiled.
+            compiled = (
+                self._compile(bucket)
+                if self._on_gpu
+                else functools.partial(step, self.spec, decode=bucket.decode)
+            )
+        self.pool, outputs = compiled(*arguments)
         self._running["step"] = outputs.slots
         return outputs
 
