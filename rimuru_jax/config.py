@@ -33,6 +33,7 @@ class EngineConfig:
     mamba_ssm_cache_dtype: Literal["float32", "bfloat16"] = "float32"
     """Stored recurrent states of linear attention and state-space layers; computed in float32 in any case."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Who is served first: who came first, or lower priority values before higher ones."""
     memory_policy: MemoryPolicy = "elastic"
     """"static": all experts resident. "fixed": each layer at its floor. "elastic": residency moves with the load."""
     gpu_memory_utilization: float = 0.92

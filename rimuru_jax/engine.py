@@ -592,6 +592,7 @@ class Engine:
                 del self._unreported[request_id]
 
     def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ValueError for a model that came without one."""
         return require_tokenizer(self.tokenizer, self.tokenizer_folder)
 
     def get_metrics(self) -> dict[str, int | float]:

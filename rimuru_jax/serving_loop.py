@@ -304,7 +304,8 @@ class ServingLoop:
         params: resident parameters as `models.stack.stack_params` returns them.
         host_pages: uint16 `[pages, words]`, every expert page in (layer, expert, matrix) order; kept, never written.
         layout: of the pool; its `num_huge_pages` rows include the scratch page.
-        max_num_seqs, max_model_len: size of the page tables, in slots and tokens.
+        max_num_seqs: slots of the page tables.
+        max_model_len: tokens that a slot's pages hold, at most.
 
     Attributes:
         late_compilations: steps that had to be compiled although `warm_up` was called.

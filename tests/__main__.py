@@ -1,4 +1,4 @@
-"""Everything that must hold before a change lands: format, lint, types, tests. `python -m tests` runs it."""
+"""Everything that must hold before a change lands: format, lint, types, documentation, tests. `python -m tests` runs it."""
 
 import importlib.util
 import os
@@ -6,12 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-CHECKS = (("ruff", "format", "--check", "."), ("ruff", "check", "."), ("pyright",))
+CHECKS = (
+    ("ruff", "format", "--check", "."),
+    ("ruff", "check", "."),
+    ("pyright",),
+    ("mkdocs", "build", "--strict"),
+)
 PYTEST = ("pytest", "-m", "not gpu", "-n", str(os.cpu_count() or 1), "--dist", "worksteal")
 
 COMPILE_BOUND = (
     "tests/test_oracle.py",
     "tests/test_compiled_step.py",
+    "tests/test_docs.py",
     "tests/test_examples.py",
     "tests/test_hybrid_pool.py",
     "tests/server/test_reliability.py",
@@ -33,7 +39,7 @@ def run(*command: str, **variables: str) -> None:
     """Run a module with more environment variables; the first that fails ends it all."""
     print("+", *command, flush=True)
     # With the CUDA plugin there, JAX would look for a GPU and report at length that there is none.
-    variables = {**os.environ, "JAX_PLATFORMS": "cpu", **variables}
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "NO_MKDOCS_2_WARNING": "1", **variables}
     code = subprocess.run([sys.executable, "-m", *command], env=variables).returncode
     if code:
         sys.exit(code)

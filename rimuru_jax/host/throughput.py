@@ -54,7 +54,9 @@ def most_absent(
 
     Args:
         capacity: pages for experts, their loading buffers and requests together.
-        layers, experts, matrices: layers with experts, experts of all of them, and pages of one.
+        layers: that have experts.
+        experts: of all layers.
+        matrices: pages of an expert.
         buffer_experts: experts of a loading buffer when it is largest.
         limit: experts that may be absent at most.
         pages_per_request: expert-sized pages that a request holds, on average.

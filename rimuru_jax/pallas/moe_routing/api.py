@@ -97,8 +97,8 @@ def route(
         scoring: "softmax" over all experts, "sigmoid" of each, or "softmax_of_chosen": the best logits are chosen and
             the softmax runs over them alone.
         selection_bias: added to the scores when experts are chosen; weights come from the scores without it.
-        num_groups, top_groups: experts form `num_groups` equal groups, and only those of the `top_groups` groups with
-            the largest sums of two best (biased) scores can be chosen.
+        num_groups: equal groups that the experts form.
+        top_groups: groups, those with the largest sums of two best (biased) scores, whose experts can be chosen.
         normalize: divide the chosen scores by their sum plus `normalize_epsilon`.
         scale: factor of the weights.
     """

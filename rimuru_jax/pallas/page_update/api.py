@@ -25,7 +25,8 @@ def write_kv(
     Args:
         pool: the page pool, donated or carried by the caller so that it is written in place.
         view: pages `[2 (K, V), N, page_tokens, h]`.
-        keys, values: `[T, N, h]`.
+        keys: `[T, N, h]`.
+        values: as `keys`.
         pages: page of each token; 0 (scratch) for padding tokens, which may or may not be written.
         offsets: row of each token in its page, 0 <= offset < page_tokens.
     """

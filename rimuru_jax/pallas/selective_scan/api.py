@@ -39,7 +39,8 @@ def selective_scan(
         x: inputs of nh heads of size p.
         dt: step sizes, bias and softplus applied; used as they come, without limits.
         A: negative.
-        B, C: input and output projections of g groups, n wide.
+        B: input projections of g groups, n wide.
+        C: output projections of the same groups.
         pool: the page pool, donated or carried by the caller so that it is written in place.
         view: pages `[nh, p, n]`, float32 or bfloat16 (rounded once a call).
         pages: page of each row's state; 0 (scratch) for padding rows.
