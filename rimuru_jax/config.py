@@ -52,8 +52,9 @@ class EngineConfig:
     """Which experts stay: by an offline profile, or the most recently used."""
     expert_hotset_path: str | None = None
     """Profile written by `rimuru hotset record`. None: all experts count as equally likely."""
-    adjuster_policy: AdjusterPolicy = "watermark"
-    """How far "elastic" goes: "watermark" gives up experts for whoever needs pages, "throughput" as far as it pays."""
+    adjuster_policy: AdjusterPolicy = "throughput"
+    """How far "elastic" goes: "throughput" gives up experts as far as it pays, by what steps cost on the device; "watermark"
+    for whoever needs pages. Without measured costs, as on a CPU, both are the same."""
     expand_patience: int = 0
     """Passes with a surplus of pages before experts are taken back."""
     compile_ahead: bool | None = None

@@ -11,6 +11,7 @@ When tokens are chosen all before them are known, which penalties and grammars w
 tells is in the next step by then; what comes out there is dropped.
 """
 
+import dataclasses
 import itertools
 import logging
 import time
@@ -51,6 +52,7 @@ from rimuru_jax.sampling import (
 )
 from rimuru_jax.sampling_params import SamplingParams
 from rimuru_jax.serving_loop import IN_FLIGHT, Chunk, ServingLoop, StepOutputs, buckets, pack
+from rimuru_jax.step_costs import measure_step_costs
 from rimuru_jax.structured_output import GrammarCompiler
 from rimuru_jax.tokenizer import (
     IncrementalDetokenizer,
@@ -61,6 +63,22 @@ from rimuru_jax.tokenizer import (
 )
 
 logger = logging.getLogger(__name__)
+
+RECONFIGURABLE = frozenset(
+    {
+        "adjuster_policy",
+        "expand_patience",
+        "expert_cache_policy",
+        "expert_hotset_path",
+        "expert_offload_limit",
+        "expert_prefetch",
+        "loading_buffer_experts",
+        "memory_policy",
+        "page_pool_bytes",
+        "scheduling_policy",
+    }
+)
+"""Fields of `EngineConfig` that only the host looks at."""
 
 type LoadProgress = Callable[[float, str], None]
 """Called with the fraction done, 0 to 1, and what is being done."""
@@ -158,18 +176,25 @@ class Engine:
             loaded = self._load(folder, report)
         assert isinstance(loaded, LoadedModel)
         report(1.0, "placing experts")
-        self._build(stack_params(self.model_config, loaded.params), loaded.host_pages, profile)
-        ahead = self.config.compile_ahead
-        if _on_gpu() if ahead is None else ahead:
+        given = self.config.compile_ahead
+        self._compiled_ahead = _on_gpu() if given is None else given
+        self.loop = ServingLoop(
+            self._spec(self.plan.layout),
+            stack_params(self.model_config, loaded.params),
+            loaded.host_pages,
+            self.plan.layout,
+            num_huge_pages=self.plan.num_huge_pages,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.plan.max_model_len,
+            cache=cache_dir() / "steps" if self._compiled_ahead else None,
+        )
+        if self._compiled_ahead:
             shapes = list(buckets(self.config.max_num_batched_tokens, self.config.max_num_seqs))
             self.loop.warm_up(shapes, report)
+        self._take_control(profile)
         self._states: dict[str, RequestState] = {}
         self._completions: dict[Request, tuple[RequestState, Completion]] = {}
         self._arrivals = itertools.count()
-        self._running: _RunningStep | None = None
-        """The step that the device was given last, whose tokens have not been delivered."""
-        self._sampled: tuple[list[Completion | None], int, SamplingInputs, SamplingFeatures] | None = None
-        """Rows of the newest step and what was asked of the sampler, if that may be asked again."""
         self._unreported: dict[str, RequestState] = {}
         """Requests that ended outside of a step's normal course: the next `step` reports them."""
 
@@ -208,28 +233,59 @@ class Engine:
         logger.info("memory of the device:\n%s", budget.describe())
         return budget
 
-    def _build(self, params: Mapping[str, Any], host_pages: np.ndarray, profile: HotsetProfile) -> None:
+    def _take_control(self, profile: HotsetProfile) -> None:
+        """Give the loop's pool to a controller for the present arguments, and place experts in it."""
         config, plan = self.config, self.plan
-        spec = self._spec(plan.layout)
+        costs, weighs = None, config.memory_policy == "elastic" and config.adjuster_policy == "throughput"
+        if weighs and self._compiled_ahead and _on_gpu():
+            costs = measure_step_costs(self.loop, config, plan, profile.probabilities())
         host = HostController.build(self.model_config, config, plan, profile)
         self.allocator, self._page_tables, self.experts = host.allocator, host.page_tables, host.experts
         self.scheduler, self.metrics = host.scheduler, host.metrics
-        self.loop = ServingLoop(
-            spec,
-            params,
-            host_pages,
-            plan.layout,
-            num_huge_pages=plan.num_huge_pages,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=plan.max_model_len,
-        )
+        self.scheduler.step_costs = costs
         self.loop.copy_experts(self.experts.fill(plan.pages_kept_free))
         self._shown_experts = -1
         self._places: dict[bool, tuple[np.ndarray, np.ndarray]] = {}
         """bool[L, E] twice, by whether a step loads ahead: experts that it finds in the pool, and those in buffers."""
+        self._running: _RunningStep | None = None
+        """The step that the device was given last, whose tokens have not been delivered."""
+        self._sampled: tuple[list[Completion | None], int, SamplingInputs, SamplingFeatures] | None = None
+        """Rows of the newest step and what was asked of the sampler, if that may be asked again."""
         self.router_counts = np.zeros(self.experts.resident.shape, np.int64)
-        """How many tokens chose each expert of each MoE layer since the start."""
+        """How many tokens chose each expert of each MoE layer since the start, or since `reconfigure`."""
         self.num_routed_tokens = 0
+
+    def reconfigure(self, **changes: Any) -> None:
+        """Serve on under other policies, with the same weights and compiled steps: to compare them in one process.
+
+        Args:
+            changes: fields of `EngineConfig` that only the host looks at (`RECONFIGURABLE`). `page_pool_bytes` may be
+                less than the pool is, of which the rest is then left alone. Metrics start anew.
+
+        Raises ValueError in one sentence, with nothing changed, for other fields, for values that cannot work, and while
+        requests are unfinished.
+        """
+        if fixed := sorted(set(changes) - RECONFIGURABLE):
+            raise ValueError(
+                f"{', '.join(fixed)} cannot change in a running engine, make a new one; what can: "
+                f"{', '.join(sorted(RECONFIGURABLE))}"
+            )
+        if self.has_unfinished_requests():
+            raise ValueError(
+                f"{len(self._states)} requests are unfinished: let them end, or abort them first"
+            )
+        config = dataclasses.replace(self.config, **changes)
+        pool_bytes, limit = self.loop.pool.nbytes, self.loop.max_model_len
+        plan = plan_for(
+            self.model_config,
+            dataclasses.replace(config, max_model_len=min(config.max_model_len or limit, limit)),
+            pool_bytes,
+        )
+        if plan.pool_bytes > pool_bytes:
+            raise ValueError(f"page_pool_bytes is {config.page_pool_bytes}, but the pool has {pool_bytes}")
+        profile = hotset_profile(self.model_config, config.expert_hotset_path)
+        self.config, self.plan = config, plan
+        self._take_control(profile)
 
     # Requests ------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from rimuru_jax.array_types import Hidden, HostIntArray, HostPages, Logits, PageTable, Pool, RouterCounts
+from rimuru_jax.compiled_steps import CompiledSteps, made_here
 from rimuru_jax.host.expert_cache import HOST, ExpertCopy, PageMove
 from rimuru_jax.host.page_layout import PageLayout
 from rimuru_jax.host_memory import device_view
@@ -265,12 +267,15 @@ def empty_batch(bucket: Bucket) -> Any:
 
 
 def bucket_for(num_tokens: int, num_rows: int) -> Bucket:
-    """The smallest bucket that holds a step. Sizes are powers of two."""
-    rows = 1 << (num_rows - 1).bit_length()
+    """The smallest bucket that holds a step. Tokens are powers of two, rows of prefills of sixteen."""
     if num_tokens == num_rows:
+        rows = 1 << (num_rows - 1).bit_length()
         return Bucket(rows, rows, True)
-    rows = 1 << (rows.bit_length() & ~1) if rows > 1 else 1  # powers of four: prefills vary in both sizes
-    return Bucket(max(MIN_PREFILL_TOKENS, 1 << (num_tokens - 1).bit_length()), rows, False)
+    # Prefills vary in both sizes. Rows cost little beside their tokens, and every bucket takes seconds to compile.
+    rows = MIN_PREFILL_TOKENS
+    while rows < num_rows:
+        rows *= 16
+    return Bucket(max(rows, 1 << (num_tokens - 1).bit_length()), rows, False)
 
 
 def buckets(max_num_batched_tokens: int, max_num_seqs: int) -> Iterator[Bucket]:
@@ -321,8 +326,9 @@ class ServingLoop:
         num_huge_pages: int,
         max_num_seqs: int,
         max_model_len: int,
+        cache: Path | None = None,
     ):
-        self.spec = spec
+        self.spec, self.max_model_len = spec, max_model_len
         self.late_compilations = 0
         self._device = jax.devices()[0]
         self._on_gpu = self._device.platform == "gpu"
@@ -348,6 +354,10 @@ class ServingLoop:
             np.zeros((layers, 0), np.int32),
             np.zeros((2, 0, moe.matrices), np.int32),
         )
+        # What mixers of one's own do, no key could tell.
+        self._cache = None
+        if cache is not None and made_here(stack.MIXERS):
+            self._cache = CompiledSteps(cache, self._program_key())
 
     def update_tables(self, updates: Mapping[str, tuple[HostIntArray, HostIntArray]]) -> None:
         """Write page ids `[U]` at (table, slot, column) `[U, 3]` of each named kind's tables."""
@@ -419,7 +429,7 @@ class ServingLoop:
         What `sample` is asked for beyond drawing with top-k and top-p is compiled when it comes. `progress` is told the
         fraction done and what is done. After this, `late_compilations` counts steps of other buckets.
         """
-        tasks: list[Callable[[], None]] = [functools.partial(self._compile, bucket) for bucket in buckets]
+        tasks: list[Callable[[], Any]] = [functools.partial(self._compile, bucket) for bucket in buckets]
         for rows in sorted({bucket.rows for bucket in buckets}):
             for random, filtered in ((False, False), (True, False), (True, True)):
                 features = SamplingFeatures(random=random, top_k=filtered, top_p=filtered)
@@ -445,18 +455,31 @@ class ServingLoop:
         self.pool = _move_pages(self.pool, self.spec.expert_view, ids, ids, zero)
 
     def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
-        """Compile the step of a bucket. Thread-safe."""
-        arguments = (
-            self.spec, self.params, self.pool, self.host_pages, self.tables, self.experts, empty_batch(bucket),
-            self.last_tokens,
-        )  # fmt: skip
-        # Layers in a loop are dispatched one by one, which takes longer than a decode; prefills, of which there are many
-        # more buckets, give the host that time.
-        unrolled = self._on_gpu and bucket.decode
-        with self._lowering:  # tracing gains nothing from threads
-            lowered = step.lower(*arguments, decode=bucket.decode, unrolled=unrolled)
-        compiled = self._compiled[bucket] = _compile_for_device(lowered)
+        """Find or compile the step of a bucket. Thread-safe."""
+        name = f"{bucket.tokens}-{bucket.rows}-{'decode' if bucket.decode else 'prefill'}"
+        compiled = self._cache.load(name) if self._cache else None
+        if compiled is None:
+            # Layers in a loop are dispatched one by one, which takes longer than a decode; prefills, of which there are
+            # many more buckets, give the host that time.
+            unrolled = self._on_gpu and bucket.decode
+            arguments = (*self._arguments(self.experts), empty_batch(bucket), self.last_tokens)
+            with self._lowering:  # tracing gains nothing from threads
+                lowered = step.lower(self.spec, *arguments, decode=bucket.decode, unrolled=unrolled)
+            compiled = _compile_for_device(lowered)
+            if self._cache:
+                self._cache.save(name, compiled)
+        self._compiled[bucket] = compiled
         return compiled
+
+    def _arguments(self, experts: ExpertTables) -> tuple[Any, ...]:
+        """What every step takes first."""
+        return self.params, self.pool, self.host_pages, self.tables, experts
+
+    def _program_key(self) -> Any:
+        """All that tells the steps of a bucket apart, beside the code."""
+        arguments = (*self._arguments(self.experts), self.last_tokens)
+        shapes = jax.tree.map(lambda array: (array.shape, str(array.dtype)), arguments)
+        return self.spec, GPU_COMPILER_OPTIONS, shapes
 
     def _warm_up_sampling(self, rows: int, features: SamplingFeatures) -> None:
         logits = jnp.zeros((rows, self.spec.config.vocab_size), jnp.float32, device=self._device)
@@ -467,9 +490,7 @@ class ServingLoop:
         """Run one step. `loads_ahead`: it fills the loading buffers, else it reads in place what they would hold."""
         batch, bucket = packed
         experts = self.experts if loads_ahead else self.experts_in_place
-        arguments = (
-            self.params, self.pool, self.host_pages, self.tables, experts, batch, self.last_tokens
-        )  # fmt: skip
+        arguments = (*self._arguments(experts), batch, self.last_tokens)
         compiled = self._compiled.get(bucket)
         if compiled is None:
             self.late_compilations += bool(self._compiled)

@@ -38,6 +38,15 @@ class StepCosts:
         return (1 - share) * by_absent[before, columns] + share * by_absent[after, columns]
 
 
+def powers(base: int, limit: int) -> list[int]:
+    """1, base, base^2, ... below `limit`, and `limit` itself."""
+    sizes, size = [], 1
+    while size < limit:
+        sizes.append(size)
+        size *= base
+    return [*sizes, limit]
+
+
 def most_absent(
     costs: StepCosts,
     *,

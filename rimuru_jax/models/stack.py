@@ -202,4 +202,4 @@ def _unrolled(run: Callable[..., Any], carry: Any, xs: Any, length: int) -> tupl
 def logits(spec: ModelSpec, params: StackParams, hidden: Float[Array, "n d"]) -> Float[Array, "n V"]:
     """Unnormalised scores of the next token, float32."""
     head = params["embedding"] if spec.config.tie_word_embeddings else params["head"]
-    return linear(hidden, head).astype(jnp.float32) * spec.config.logits_scale
+    return linear(hidden, head, dtype=jnp.float32) * spec.config.logits_scale

@@ -1,0 +1,80 @@
+"""What decodes cost on this device with experts away: the table that the adjuster's policy "throughput" weighs.
+
+Measured on the empty pool, before experts are placed: any page may stand for any expert, and nothing is lost.
+"""
+
+import time
+
+import jax
+import numpy as np
+
+from rimuru_jax.config import EngineConfig
+from rimuru_jax.host.expert_cache import HOST
+from rimuru_jax.host.page_layout import EXPERT
+from rimuru_jax.host.pool_plan import PoolPlan
+from rimuru_jax.host.prefetch import loads_ahead
+from rimuru_jax.host.throughput import StepCosts, powers
+from rimuru_jax.serving_loop import Chunk, ServingLoop, pack
+
+CONTEXT = 512
+"""Tokens before the one that is decoded."""
+
+MOST_MEASURED = 16
+"""Absent experts of a layer, beyond which steps are as much longer as each of the last was: the link is what counts."""
+
+SECONDS = 0.05
+"""For which the same step is repeated, at least twice."""
+
+
+def measure_step_costs(
+    loop: ServingLoop, config: EngineConfig, plan: PoolPlan, scores: np.ndarray
+) -> StepCosts:
+    """Run decodes of several sizes with several numbers of experts away from every layer, a few seconds in all.
+
+    Args:
+        loop: with its steps compiled and nothing in its pool.
+        scores: float64[L, E], of which the least are away, as they would be in service.
+    """
+    layers, experts = scores.shape
+    matrices, limit = plan.matrices, plan.expert_offload_limit
+    coldest = np.argsort(scores, axis=1, kind="stable")
+    first, last = (huge * plan.layout.pages_per_huge(EXPERT) for huge in (1, plan.num_huge_pages))
+    pages = np.arange(first, last, dtype=np.int32)
+    buffer_pages = np.resize(pages, (2, plan.buffer_experts, matrices))
+    in_pool = np.resize(pages[buffer_pages.size :], (layers, experts, matrices)).astype(np.int32)
+    vocabulary, rng = loop.spec.config.vocab_size, np.random.default_rng(0)
+    start = min(CONTEXT, plan.max_model_len - 1)
+
+    def seconds(rows: int, away: int) -> float:
+        table, row = in_pool.copy(), np.arange(layers)[:, None]
+        table[row, coldest[:, :away]] = HOST
+        loads = np.full((layers, plan.buffer_experts), -1, np.int32)
+        buffered = coldest[:, : min(away, plan.buffer_experts)]
+        loads[:, : buffered.shape[1]] = buffered
+        table[row, buffered] = buffer_pages[row[:, 0] % 2, : buffered.shape[1]]
+        loop.set_experts(table, loads, buffer_pages)
+        moe = loop.spec.config.moe
+        ahead = loads_ahead(config.expert_prefetch, rows, moe.num_experts, moe.num_experts_per_tok)
+        tokens = rng.integers(0, vocabulary, rows).tolist()
+        batch = pack([Chunk(slot, [token], start) for slot, token in enumerate(tokens)])
+        jax.block_until_ready(loop.run(batch, loads_ahead=ahead).logits)
+        begin, steps = time.perf_counter(), 0
+        while steps < 2 or time.perf_counter() - begin < SECONDS:
+            outputs = loop.run(batch, loads_ahead=ahead)
+            steps += 1
+            if steps % 2 == 0:
+                jax.block_until_ready(outputs.logits)
+        return (time.perf_counter() - begin) / steps
+
+    requests = powers(4, config.max_num_seqs)
+    measured = [0, *powers(2, min(limit, MOST_MEASURED))] if limit else [0]
+    rising = np.array([[seconds(rows, away) for away in measured] for rows in requests])
+    # Absence never makes a step shorter: what looks like it is noise, which must not be a reason to give up experts.
+    rising = np.maximum.accumulate(rising, axis=1)
+    if limit > MOST_MEASURED:
+        each = (rising[:, -1] - rising[:, -2]) / (measured[-1] - measured[-2])
+        rising = np.column_stack([rising, rising[:, -1] + each * (limit - measured[-1])])
+        measured = [*measured, limit]
+    return StepCosts(
+        requests=tuple(requests), absent=tuple(measured), seconds=tuple(map(tuple, rising.tolist()))
+    )
