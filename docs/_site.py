@@ -1,8 +1,8 @@
 """What the site has beyond docs/: the files of the repository that its pages link to, and all measurements.
 
 Pages are written for readers of the repository, with links relative to the file they stand in. Here every link is looked
-up in the repository: one to a page becomes one inside the site, one to source text becomes one to a page that shows it,
-and one to nothing is a warning, which `mkdocs build --strict` turns into an error.
+up in the repository: one to a page becomes one inside the site, one to source text or to a folder becomes one to a page
+that shows it, and one to nothing is a warning, which `mkdocs build --strict` turns into an error.
 """
 
 import logging
@@ -16,6 +16,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 RESULTS = "benchmarks/results"
+AS_IT_IS = (".md", ".png", ".svg")
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 
 log = logging.getLogger("mkdocs.hooks.site")
@@ -36,16 +37,13 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
         path = todo.pop()
         uri = _uri(path)
         if files.get_file_from_path(uri) is None:
-            if path.suffix == ".md" or path.suffix == ".png":
+            if path.suffix in AS_IT_IS:
                 files.append(File.generated(config, uri, abs_src_path=str(path)))
             else:
                 files.append(File.generated(config, uri, content=_listing(path)))
-        if path.suffix == ".md":
-            for link, _ in LINK.findall(path.read_text()):
-                target = (path.parent / link).resolve()
-                if target.is_file() and target.is_relative_to(ROOT) and target not in seen:
-                    seen.add(target)
-                    todo.append(target)
+        targets = [target for link, _ in LINK.findall(_text(path)) if (target := _target(path, link))]
+        todo += [target for target in dict.fromkeys(targets) if target not in seen]
+        seen.update(targets)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -54,9 +52,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = ROOT / ("docs" / Path(source) if (ROOT / "docs" / source).exists() else source)
 
     def replace(match: re.Match[str]) -> str:
-        target = (here.parent / match[1]).resolve()
-        if not target.is_file():
-            log.warning(f"{here.relative_to(ROOT)} links to {match[1]}, which is no file of the repository")
+        target = _target(here, match[1])
+        if target is None:
+            log.warning(f"{here.relative_to(ROOT)} links to {match[1]}, which is not in the repository")
             return match[0]
         return os.path.relpath(_uri(target), PurePosixPath(source).parent) + (match[2] or "")
 
@@ -67,11 +65,30 @@ def _results() -> list[Path]:
     return sorted((ROOT / RESULTS).glob("*.md"))
 
 
+def _target(page: Path, link: str) -> Path | None:
+    """What a page's link points to, if it is a file or folder of the repository."""
+    target = (page.parent / link).resolve()
+    return target if target.exists() and target.is_relative_to(ROOT) else None
+
+
 def _uri(path: Path) -> str:
-    """Where the site has a file of the repository."""
+    """Where the site has a file or folder of the repository."""
     inside = path.relative_to(ROOT).as_posix().removeprefix("docs/")
-    return inside if path.suffix in (".md", ".png", ".svg") else f"{inside}.md"
+    if path.is_dir():
+        return f"{inside}/index.md"
+    return inside if path.suffix in AS_IT_IS else f"{inside}.md"
+
+
+def _text(path: Path) -> str:
+    """The text whose links count: none of source text."""
+    if path.is_dir():
+        return _listing(path)
+    return path.read_text() if path.suffix == ".md" else ""
 
 
 def _listing(path: Path) -> str:
-    return f"# {path.relative_to(ROOT).as_posix()}\n\n````{path.suffix[1:]}\n{path.read_text()}````\n"
+    title = f"# {path.relative_to(ROOT).as_posix()}\n\n"
+    if path.is_dir():
+        names = sorted(child.name for child in path.iterdir() if child.suffix in (".md", ".py"))
+        return title + "".join(f"- [{name}]({name})\n" for name in names)
+    return f"{title}````{path.suffix[1:]}\n{path.read_text()}````\n"
