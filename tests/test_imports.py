@@ -16,7 +16,7 @@ LAYERS = (
     ("cuda_driver", "host_memory"),
     ("pallas",),
     ("models",),
-    ("sampling", "serving_loop", "memory_budget"),
+    ("compiled_steps", "sampling", "serving_loop", "memory_budget", "step_costs"),
     ("request_state", "controller"),
     ("engine",),
     ("server", "bench"),
