@@ -186,7 +186,7 @@ class Engine:
             num_huge_pages=self.plan.num_huge_pages,
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.plan.max_model_len,
-            cache=cache_dir() / "steps" if self._compiled_ahead else None,
+            cache=cache_dir() / "steps" if _on_gpu() else None,
         )
         if self._compiled_ahead:
             shapes = list(buckets(self.config.max_num_batched_tokens, self.config.max_num_seqs))

@@ -1,4 +1,4 @@
-"""Host memory that kernels read in place.
+"""Arrays of a device that share memory with others: host memory that kernels read in place, and rows of an array.
 
 On a GPU the pages are page-locked where they lie, and JAX is given a view of the same addresses that says *CUDA device*:
 host and device share one address space, so kernels read such memory over PCIe like any other. The view must never be
@@ -17,7 +17,8 @@ from rimuru_jax.array_types import HostPages
 from rimuru_jax.cuda_driver import OS_PAGE, cuda_driver
 
 _COPY_BYTES = 64 * 2**20  # copied by a thread at a time
-_DLPACK_CUDA, _DLPACK_UINT = 2, 1
+_DLPACK_CUDA = 2
+_DLPACK_CODES = {"uint16": 1, "int32": 0, "float32": 2, "bfloat16": 4}
 
 
 def device_view(pages: np.ndarray) -> HostPages:
@@ -37,7 +38,22 @@ def device_view(pages: np.ndarray) -> HostPages:
             raise
         pages = _copied(pages)
         driver.lock(pages)
-    return jax.dlpack.from_dlpack(_Exporter(pages, device.id))
+    exporter = _Exporter(pages.ctypes.data, pages.shape, pages.dtype, device.id, keep=pages)
+    return jax.dlpack.from_dlpack(exporter)
+
+
+def device_rows(array: jax.Array) -> list[jax.Array]:
+    """The rows `array[i]` of an array on a GPU as arrays that share its memory; none may be donated or written."""
+    array.block_until_ready()
+    (device,) = array.devices()
+    size = array.nbytes // len(array)
+    first = array.unsafe_buffer_pointer()
+    return [
+        jax.dlpack.from_dlpack(
+            _Exporter(first + i * size, array.shape[1:], array.dtype, device.id, keep=array)
+        )
+        for i in range(len(array))
+    ]
 
 
 def empty_pages(num_pages: int, words: int) -> np.ndarray:
@@ -96,34 +112,37 @@ _exported: dict[int, Sequence[object]] = {}
 
 
 @_Deleter
-def _release(managed: Any) -> None:
-    _exported.pop(ctypes.addressof(managed.contents), None)
+def _release(managed: Any, exported: Any = _exported, address_of: Any = ctypes.addressof) -> None:
+    # Bound early: when Python ends, names of modules are gone before the last views.
+    exported.pop(address_of(managed.contents), None)
 
 
 class _Exporter:
-    """Memory of a numpy array as DLPack's protocol wants it, said to be on a CUDA device."""
+    """Memory at an address as DLPack's protocol wants it, said to be on a CUDA device; `keep` owns it."""
 
-    def __init__(self, pages: np.ndarray, device: int) -> None:
-        self._pages, self._device = pages, device
+    def __init__(
+        self, address: int, shape: Sequence[int], dtype: np.dtype, device: int, *, keep: object
+    ) -> None:
+        self._address, self._shape, self._dtype = address, tuple(shape), dtype
+        self._device, self._keep = device, keep
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return _DLPACK_CUDA, self._device
 
     def __dlpack__(self, **_: object) -> object:
-        pages = self._pages
-        shape = (ctypes.c_int64 * pages.ndim)(*pages.shape)
+        shape = (ctypes.c_int64 * len(self._shape))(*self._shape)
         managed = _ManagedTensor()
         managed.tensor = _Tensor(
-            pages.ctypes.data,
+            self._address,
             _Device(_DLPACK_CUDA, self._device),
-            pages.ndim,
-            _DataType(_DLPACK_UINT, 8 * pages.itemsize, 1),
+            len(self._shape),
+            _DataType(_DLPACK_CODES[self._dtype.name], 8 * self._dtype.itemsize, 1),
             shape,
             None,
             0,
         )
         managed.deleter = _release
-        _exported[ctypes.addressof(managed)] = (managed, shape, pages)
+        _exported[ctypes.addressof(managed)] = (managed, shape, self._keep)
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
         return new(ctypes.addressof(managed), b"dltensor", None)

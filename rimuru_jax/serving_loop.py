@@ -31,10 +31,10 @@ from rimuru_jax.array_types import Hidden, HostIntArray, HostPages, Logits, Page
 from rimuru_jax.compiled_steps import CompiledSteps, made_here
 from rimuru_jax.host.expert_cache import HOST, ExpertCopy, PageMove
 from rimuru_jax.host.page_layout import PageLayout
-from rimuru_jax.host_memory import device_view
+from rimuru_jax.host_memory import device_rows, device_view
 from rimuru_jax.models import stack
 from rimuru_jax.models.context import Batch, ExpertTables, ModelSpec, PageTables
-from rimuru_jax.models.stack import StackParams, param_shapes
+from rimuru_jax.models.stack import StackParams, param_shapes, unroll_params
 from rimuru_jax.pallas.memory_view import WORD_BYTES
 from rimuru_jax.pallas.page_loads import PageLoads
 from rimuru_jax.pallas.page_update import load_pages, move_pages
@@ -50,6 +50,9 @@ from rimuru_jax.sampling import (
 )
 
 MIN_PREFILL_TOKENS = 16
+
+MIN_DECODE_ROWS_ON_GPU = 8
+"""A matrix product of fewer rows takes as long, and XLA launches a kernel to fill them up."""
 
 LOADING_BLOCKS = 8
 """Thread blocks that copy pages while the others compute: enough to use all of PCIe."""
@@ -101,7 +104,7 @@ class StepOutputs(NamedTuple):
     """Of each row; past the last slot for padding."""
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "decode", "unrolled"), donate_argnames=("pool",))
+@functools.partial(jax.jit, static_argnames=("spec", "decode"), donate_argnames=("pool",))
 def step(
     spec: ModelSpec,
     params: StackParams,
@@ -113,7 +116,6 @@ def step(
     last_tokens: Int32[Array, " Q"],
     *,
     decode: bool,
-    unrolled: bool = False,
 ) -> tuple[Pool, StepOutputs]:
     """One forward pass over a batch. The pool is donated: use the one that comes back.
 
@@ -122,9 +124,7 @@ def step(
     ids = batch.token_ids
     known = jnp.where(ids == IN_FLIGHT, last_tokens[batch.slots[batch.rows]], ids)
     batch = batch.replace(token_ids=known)  # type: ignore[attr-defined]
-    out = stack.forward(
-        spec, params, pool, host_pages, tables, experts, batch, decode=decode, unrolled=unrolled
-    )
+    out = stack.forward(spec, params, pool, host_pages, tables, experts, batch, decode=decode)
     logits = stack.logits(spec, params, out.hidden[batch.logit_tokens])
     slots = jnp.where(batch.context_len > 0, batch.slots, last_tokens.shape[0])
     return out.pool, StepOutputs(logits, out.hidden, out.router_counts, slots)
@@ -172,14 +172,18 @@ def step_shapes(
     pool_bytes: int,
     max_num_seqs: int,
     max_model_len: int,
+    unrolled: bool = False,
 ) -> tuple[Any, ...]:
-    """Shapes of what `step` takes behind `spec`: enough to compile it."""
+    """Shapes of what `step` takes behind `spec`: enough to compile it. `unrolled`: with parameters of `unroll_params`."""
     shape, int32 = jax.ShapeDtypeStruct, jnp.int32
     moe, layers = spec.config.moe, len(spec.config.moe_layers)
     loads = (layers + 1, moe.num_experts * moe.matrices)
     tables = table_shapes(layout, max_num_seqs, max_model_len)
+    params: StackParams = param_shapes(spec.config, "float32" if spec.dtype == jnp.float32 else "bfloat16")
+    if unrolled:
+        params = unroll_params(params, lambda leaf: [shape(leaf.shape[1:], leaf.dtype)] * len(leaf))
     return (
-        param_shapes(spec.config, "float32" if spec.dtype == jnp.float32 else "bfloat16"),
+        params,
         shape((layout.num_huge_pages(pool_bytes), layout.huge_page_bytes // WORD_BYTES), jnp.uint16),
         shape((layers * moe.num_experts * moe.matrices, spec.expert_view.words), jnp.uint16),
         {name: shape(size, int32) for name, size in tables.items()},
@@ -200,8 +204,14 @@ def workspace_bytes(
     Compiles both, with a pool of a nominal size. Two steps' results are alive at once, and logits of the sampler.
     """
     bucket = bucket_for(max_num_batched_tokens, max_num_seqs)
-    limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
-    shapes = step_shapes(spec, layout, bucket, pool_bytes=NOMINAL_POOL_BYTES, **limits)
+    shapes = step_shapes(
+        spec,
+        layout,
+        bucket,
+        pool_bytes=NOMINAL_POOL_BYTES,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+    )
     compiled = _compile_for_device(step.lower(spec, *shapes, decode=bucket.decode))
     inputs, _ = build_sampling_inputs([], bucket.rows)
     sampler = (
@@ -269,7 +279,8 @@ def empty_batch(bucket: Bucket) -> Any:
 def bucket_for(num_tokens: int, num_rows: int) -> Bucket:
     """The smallest bucket that holds a step. Tokens are powers of two, rows of prefills of sixteen."""
     if num_tokens == num_rows:
-        rows = 1 << (num_rows - 1).bit_length()
+        least = MIN_DECODE_ROWS_ON_GPU if jax.default_backend() == "gpu" else 1
+        rows = max(least, 1 << (num_rows - 1).bit_length())
         return Bucket(rows, rows, True)
     # Prefills vary in both sizes. Rows cost little beside their tokens, and every bucket takes seconds to compile.
     rows = MIN_PREFILL_TOKENS
@@ -339,6 +350,10 @@ class ServingLoop:
         self._lowering = threading.Lock()
         # Everything is bound to the device from the start: what comes out of a step is, and programs tell the two apart.
         self.params: StackParams = jax.device_put(params, self._device)
+        # Layers in a loop are dispatched one by one, which takes longer than a decode; prefills, of which there are many
+        # more buckets, give the host that time, and compile sooner. Each layer's parameters are arrays of their own:
+        # where a program cuts its operands from larger arrays, the driver is told anew at every step.
+        self._decode_params = unroll_params(self.params, device_rows) if self._on_gpu else self.params
         self.host_pages: HostPages = device_view(host_pages)
         self.pool: Pool = jax.device_put(
             _empty_pool(num_huge_pages, layout.huge_page_bytes // WORD_BYTES), self._device
@@ -459,25 +474,23 @@ class ServingLoop:
         name = f"{bucket.tokens}-{bucket.rows}-{'decode' if bucket.decode else 'prefill'}"
         compiled = self._cache.load(name) if self._cache else None
         if compiled is None:
-            # Layers in a loop are dispatched one by one, which takes longer than a decode; prefills, of which there are
-            # many more buckets, give the host that time.
-            unrolled = self._on_gpu and bucket.decode
-            arguments = (*self._arguments(self.experts), empty_batch(bucket), self.last_tokens)
+            arguments = (*self._arguments(bucket, self.experts), empty_batch(bucket), self.last_tokens)
             with self._lowering:  # tracing gains nothing from threads
-                lowered = step.lower(self.spec, *arguments, decode=bucket.decode, unrolled=unrolled)
+                lowered = step.lower(self.spec, *arguments, decode=bucket.decode)
             compiled = _compile_for_device(lowered)
             if self._cache:
                 self._cache.save(name, compiled)
         self._compiled[bucket] = compiled
         return compiled
 
-    def _arguments(self, experts: ExpertTables) -> tuple[Any, ...]:
-        """What every step takes first."""
-        return self.params, self.pool, self.host_pages, self.tables, experts
+    def _arguments(self, bucket: Bucket, experts: ExpertTables) -> tuple[Any, ...]:
+        """What a step takes first."""
+        params = self._decode_params if bucket.decode else self.params
+        return params, self.pool, self.host_pages, self.tables, experts
 
     def _program_key(self) -> Any:
         """All that tells the steps of a bucket apart, beside the code."""
-        arguments = (*self._arguments(self.experts), self.last_tokens)
+        arguments = (self.params, self.pool, self.host_pages, self.tables, self.experts, self.last_tokens)
         shapes = jax.tree.map(lambda array: (array.shape, str(array.dtype)), arguments)
         return self.spec, GPU_COMPILER_OPTIONS, shapes
 
@@ -490,7 +503,7 @@ class ServingLoop:
         """Run one step. `loads_ahead`: it fills the loading buffers, else it reads in place what they would hold."""
         batch, bucket = packed
         experts = self.experts if loads_ahead else self.experts_in_place
-        arguments = (*self._arguments(experts), batch, self.last_tokens)
+        arguments = (*self._arguments(bucket, experts), batch, self.last_tokens)
         compiled = self._compiled.get(bucket)
         if compiled is None:
             self.late_compilations += bool(self._compiled)

@@ -86,14 +86,14 @@ class Shapes:
     max_num_batched_tokens: int
     max_model_len: int = 2048
 
-    def shapes(self, bucket: Bucket) -> tuple[ModelSpec, tuple[Any, ...]]:
+    def shapes(self, bucket: Bucket, unrolled: bool = False) -> tuple[ModelSpec, tuple[Any, ...]]:
         """What `step` takes."""
         size = jnp.dtype(self.dtype).itemsize
         elements = ElementBytes(weight=size, state=size)
         layout = choose_layout(lambda tokens: self.config.page_kinds(elements, tokens))
         spec = ModelSpec.create(self.config, layout, self.dtype)
         limits = {"max_num_seqs": self.max_num_seqs, "max_model_len": self.max_model_len}
-        return spec, step_shapes(spec, layout, bucket, pool_bytes=POOL_BYTES, **limits)
+        return spec, step_shapes(spec, layout, bucket, pool_bytes=POOL_BYTES, unrolled=unrolled, **limits)
 
     def compile(self, bucket: Bucket) -> tuple[jax.stages.Compiled, jax.ShapeDtypeStruct]:
         spec, shapes = self.shapes(bucket)

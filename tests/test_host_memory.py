@@ -9,7 +9,7 @@ import pytest
 
 from rimuru_jax import host_memory
 from rimuru_jax.cuda_driver import OS_PAGE
-from rimuru_jax.host_memory import device_view, empty_pages
+from rimuru_jax.host_memory import device_rows, device_view, empty_pages
 
 on_gpu = pytest.mark.gpu
 
@@ -50,6 +50,20 @@ def test_the_view_is_the_memory_itself():
     view = device_view(pages)
     assert view.unsafe_buffer_pointer() == pages.ctypes.data
     assert device_view(pages).unsafe_buffer_pointer() == pages.ctypes.data, "two engines may share a store"
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int32"])
+def test_rows_share_the_memory_of_their_array(dtype):
+    whole = jnp.arange(5 * 64 * 128).reshape(5, 64, 128).astype(dtype)
+    rows = device_rows(whole)
+    first = whole.unsafe_buffer_pointer()
+    assert [row.unsafe_buffer_pointer() - first for row in rows] == [i * whole.nbytes // 5 for i in range(5)]
+    want = np.asarray(whole)
+    del whole
+    gc.collect()
+    for row, wanted in zip(rows, want, strict=True):
+        np.testing.assert_array_equal(jax.jit(lambda x: x * 1)(row), wanted)
 
 
 @on_gpu

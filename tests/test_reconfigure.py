@@ -68,11 +68,11 @@ def test_requests_must_have_ended(engine):
 
 def test_costs_rise_with_what_is_away(engine):
     engine.reconfigure(memory_policy="elastic", expert_offload_limit=EXPERTS - TOP_K)
+    wanted = answers(engine)
     scores = np.random.default_rng(0).random(engine.experts.resident.shape)
     costs = measure_step_costs(engine.loop, engine.config, engine.plan, scores)
     assert costs.requests == (1, 4) and costs.absent == (0, 1, 2, 4, EXPERTS - TOP_K)
     table = np.array(costs.seconds)
     assert table.shape == (2, 5) and (table > 0).all() and (np.diff(table, axis=1) >= 0).all()
-    wanted = answers(engine)  # what was measured on is gone: nothing may look at it
-    engine.reconfigure()
+    engine.reconfigure()  # what was in the pool is overwritten: it is filled anew
     assert answers(engine) == wanted

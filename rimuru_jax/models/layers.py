@@ -26,10 +26,7 @@ def linear(
     if jax.default_backend() == "cpu":
         y = _cpu_product(x.astype(jnp.float32), weight)
     else:
-        # For a single row XLA would widen the weights to float32 first.
-        rows = jnp.pad(x, ((0, 1), (0, 0))) if len(x) == 1 else x
-        y = lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        y = y[: len(x)]
+        y = lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None, :]
     return y.astype(dtype or x.dtype)

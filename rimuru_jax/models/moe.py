@@ -62,4 +62,5 @@ def moe(
 def load_first_experts(step: StepContext, pool: Pool) -> Pool:
     """Fill the loading buffers of the first MoE layer; each layer fills those of the next."""
     sources, targets, counts, _ = step.experts.loads
-    return load_pages(pool, step.host_pages, sources[0], targets[0], counts[0])
+    # Whole, not row 0 of them, with which they begin: a kernel on a cut operand is launched anew at every step.
+    return load_pages(pool, step.host_pages, sources.reshape(-1), targets.reshape(-1), counts[0])

@@ -34,7 +34,9 @@ from rimuru_jax.models.registry import tensor_names
 from rimuru_jax.models.weights import resident_sources
 
 type StackParams = Mapping[str, Any]
-"""{"embedding", "final_norm", "head"?, "segments": one tuple per segment of one stacked `LayerParams` per layer}."""
+"""{"embedding", "final_norm", "head"?, "segments": one tuple per segment of one stacked `LayerParams` per layer}.
+
+Of `unroll_params`, segments are lists of such tuples, not stacked, one for each repetition."""
 
 
 class Segment(NamedTuple):
@@ -83,6 +85,21 @@ def stack_params(
     return {**{k: v for k, v in params.items() if k != "layers"}, "segments": tuple(stacked)}
 
 
+def unroll_params(params: StackParams, rows: Callable[[Any], Sequence[Any]]) -> StackParams:
+    """The same parameters with each layer's on their own, for a program without loops; `rows` takes a stacked leaf apart."""
+    unrolled = []
+    for pattern in params["segments"]:
+        parts = [{name: rows(leaf) for name, leaf in layer.items()} for layer in pattern]
+        repeats = len(next(iter(parts[0].values())))
+        unrolled.append(
+            [
+                tuple({name: leaf[i] for name, leaf in layer.items()} for layer in parts)
+                for i in range(repeats)
+            ]
+        )
+    return {**params, "segments": tuple(unrolled)}
+
+
 class StackOutput(NamedTuple):
     pool: Pool
     hidden: Hidden
@@ -116,13 +133,12 @@ def forward(
     batch: Batch,
     *,
     decode: bool,
-    unrolled: bool = False,
 ) -> StackOutput:
     """Run the packed tokens of `batch` through the stack, writing what they leave behind into the pool.
 
-    `decode` promises at most one token per row. `unrolled` repeats equal layers in the program rather than in a loop:
-    what they share is computed once, and a GPU gets the whole step as one graph. Call it under `jax.jit` with the pool
-    donated.
+    `decode` promises at most one token per row. With parameters of `unroll_params` equal layers are repeated in the
+    program rather than in a loop: what they share is computed once, and a GPU gets the whole step as one graph. Call it
+    under `jax.jit` with the pool donated.
     """
     config = spec.config
     step = StepContext.create(spec, batch, tables, experts, host_pages, decode=decode)
@@ -134,7 +150,7 @@ def forward(
 
     routed = []
     counters = {kind: jnp.int32(0) for kind in (*tables, EXPERT)}
-    for (pattern, repeats), stacked in zip(segments(config.layers), params["segments"], strict=True):
+    for (pattern, repeats), layers in zip(segments(config.layers), params["segments"], strict=True):
 
         def run(carry, xs, pattern=pattern):
             hidden, pool, counters = carry
@@ -162,11 +178,11 @@ def forward(
             stacked_decisions = jax.tree.map(lambda *x: jnp.stack(x), *decisions) if decisions else None
             return (hidden, pool, counters), stacked_decisions
 
-        if unrolled:
-            (hidden, pool, counters), decisions = _unrolled(run, (hidden, pool, counters), stacked, repeats)
+        if isinstance(layers, list):
+            (hidden, pool, counters), decisions = _unrolled(run, (hidden, pool, counters), layers)
         else:
             (hidden, pool, counters), decisions = lax.scan(
-                run, (hidden, pool, counters), stacked, length=repeats
+                run, (hidden, pool, counters), layers, length=repeats
             )
         if decisions is not None:
             routed.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), decisions))
@@ -190,11 +206,11 @@ def param_shapes(config: ModelConfig, dtype: Dtype) -> dict[str, Any]:
     return stack_params(config, parameter_tree(config, leaves), stack)
 
 
-def _unrolled(run: Callable[..., Any], carry: Any, xs: Any, length: int) -> tuple[Any, Any]:
+def _unrolled(run: Callable[..., Any], carry: Any, xs: Sequence[Any]) -> tuple[Any, Any]:
     """`lax.scan` without a loop. The body is traced and lowered once all the same."""
     body, outputs = jax.jit(run), []
-    for i in range(length):
-        carry, output = body(carry, jax.tree.map(lambda x, i=i: x[i], xs))
+    for x in xs:
+        carry, output = body(carry, x)
         outputs.append(output)
     return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
 
