@@ -17,6 +17,7 @@ from rimuru_jax.array_types import HostPages
 from rimuru_jax.cuda_driver import OS_PAGE, cuda_driver
 
 _COPY_BYTES = 64 * 2**20  # copied by a thread at a time
+_ALIGNMENT = 128  # bytes, of arrays as XLA allocates them
 _DLPACK_CUDA = 2
 _DLPACK_CODES = {"uint16": 1, "int32": 0, "float32": 2, "bfloat16": 4}
 
@@ -43,10 +44,15 @@ def device_view(pages: np.ndarray) -> HostPages:
 
 
 def device_rows(array: jax.Array) -> list[jax.Array]:
-    """The rows `array[i]` of an array on a GPU as arrays that share its memory; none may be donated or written."""
+    """The rows `array[i]` of an array on a GPU as arrays that share its memory; none may be donated or written.
+
+    Rows too small for the alignment of arrays are copies.
+    """
+    size = array.nbytes // len(array)
+    if size % _ALIGNMENT:
+        return list(array)
     array.block_until_ready()
     (device,) = array.devices()
-    size = array.nbytes // len(array)
     first = array.unsafe_buffer_pointer()
     return [
         jax.dlpack.from_dlpack(

@@ -66,6 +66,12 @@ def test_rows_share_the_memory_of_their_array(dtype):
         np.testing.assert_array_equal(jax.jit(lambda x: x * 1)(row), wanted)
 
 
+def test_small_rows_are_copies():
+    np.testing.assert_array_equal(
+        np.stack(device_rows(jnp.arange(15.0).reshape(5, 3))), np.arange(15).reshape(5, 3)
+    )
+
+
 @on_gpu
 @pytest.mark.parametrize("mode", ["r", "c"])
 def test_a_mapped_file_is_read_in_place_or_copied_once(mode, tmp_path):
