@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from rimuru_jax.host.allocator import PageAllocator
-from rimuru_jax.host.expert_cache import ExpertCache, residency_policy
+from rimuru_jax.host.expert_cache import ExpertCache
 from rimuru_jax.host.hotset import HotsetProfile, ModelFingerprint
 from rimuru_jax.host.metrics import Metrics
 from rimuru_jax.host.page_layout import PageKind, PageLayout
 from rimuru_jax.host.page_tables import PageTables
 from rimuru_jax.host.request import Request
+from rimuru_jax.host.residency import residency_policy
 from rimuru_jax.host.scheduler import Scheduler, SchedulerConfig
 
 LAYERS, EXPERTS, MATRICES = 48, 128, 3
@@ -107,7 +108,8 @@ def measure(
         if cache.version != version:
             version = cache.version
             cache.step_tables()
-        cache.observe(router_counts)
+        if plan.chunks:
+            cache.observe(router_counts, sum(chunk.num_tokens for chunk in plan.chunks), len(plan.chunks))
         for request in scheduler.update(plan, [1] * len(plan.chunks)):
             if len(request.output_token_ids) == request.max_tokens:
                 scheduler.finish(request, "length")
@@ -151,7 +153,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=1000, help="passes before the clock starts")
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--pool-gib", type=float, default=48.0)
-    parser.add_argument("--expert-cache-policy", choices=["hotset", "lru"], default="hotset")
+    parser.add_argument("--expert-cache-policy", choices=["online", "hotset", "lru"], default="hotset")
     args = parser.parse_args()
     rows, counters = measure(args.passes, args.warmup, args.num_seqs, args.pool_gib, args.expert_cache_policy)
 

@@ -6,6 +6,7 @@ from typing import Literal
 from rimuru_jax.host.adjuster import AdjusterPolicy
 from rimuru_jax.host.pool_plan import MemoryPolicy
 from rimuru_jax.host.prefetch import Prefetch
+from rimuru_jax.host.residency import CachePolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,9 @@ class EngineConfig:
     expert_prefetch: Prefetch = "auto"
     """Absent experts that a step copies into loading buffers ahead of their layer: all that these hold, none, or all
     if most of them will be chosen. The others are read from the host in place."""
-    expert_cache_policy: Literal["hotset", "lru"] = "hotset"
-    """Which experts stay: by an offline profile, or the most recently used."""
+    expert_cache_policy: CachePolicy = "hotset"
+    """Which experts stay: by an offline profile ("hotset"), corrected by what is routed ("online"), or the last used
+    ("lru")."""
     expert_hotset_path: str | None = None
     """Profile written by `rimuru hotset record`. None: all experts count as equally likely."""
     adjuster_policy: AdjusterPolicy = "throughput"
@@ -76,7 +78,7 @@ class EngineConfig:
             ("dtype", ("float32", "bfloat16")),
             ("mamba_ssm_cache_dtype", ("float32", "bfloat16")),
             ("scheduling_policy", ("fcfs", "priority")),
-            ("expert_cache_policy", ("hotset", "lru")),
+            ("expert_cache_policy", ("online", "hotset", "lru")),
             ("expert_prefetch", ("auto", "all", "none")),
             ("adjuster_policy", ("watermark", "throughput")),
         ):

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from rimuru_jax.config import EngineConfig
 from rimuru_jax.host.allocator import PageAllocator
-from rimuru_jax.host.expert_cache import ExpertCache, residency_policy
+from rimuru_jax.host.expert_cache import ExpertCache
 from rimuru_jax.host.hotset import HotsetProfile, ModelFingerprint
 from rimuru_jax.host.metrics import Metrics
 from rimuru_jax.host.page_layout import EXPERT, PageLayout
 from rimuru_jax.host.page_tables import PageTables
 from rimuru_jax.host.pool_plan import PoolPlan, choose_layout, plan_pool
+from rimuru_jax.host.residency import residency_policy
 from rimuru_jax.host.scheduler import Scheduler, SchedulerConfig
 from rimuru_jax.models.config import ElementBytes, ModelConfig
 

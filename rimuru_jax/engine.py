@@ -421,8 +421,9 @@ class Engine:
             completion.close()
             changed[state.request_id] = state
         self.loop.move_experts(plan.page_moves)
-        self.loop.copy_experts(plan.expert_copies)
-        self.metrics.add("expert_pages_loaded", len(plan.expert_copies) * self.experts.matrices)
+        copies = plan.expert_swaps + plan.expert_copies
+        self.loop.copy_experts(copies)
+        self.metrics.add("expert_pages_loaded", len(copies) * self.experts.matrices)
         if self._shown_experts != self.experts.version:
             self._shown_experts = self.experts.version
             pages, loads = self.experts.step_tables()
@@ -494,9 +495,8 @@ class Engine:
         """Wait for a step, and give its tokens to the requests."""
         sampled: SampledTokens = jax.device_get(step.sampled)
         self._deliver_prompt_logprobs(step)
-        self._count_experts(np.asarray(step.router_counts), step.in_pool, step.buffered)
         chunks = step.plan.chunks
-        self.num_routed_tokens += sum(chunk.num_tokens for chunk in chunks)
+        self._count_experts(step, sum(chunk.num_tokens for chunk in chunks), len(chunks))
 
         tokens = sampled.token_ids[: len(chunks)]  # padding rows sampled too
         row_of = {chunk.request: row for row, chunk in enumerate(chunks)}
@@ -518,10 +518,12 @@ class Engine:
             if reason := completion.accept(token, request.length_limit(self.plan.max_model_len)):
                 self._end(completion, reason)
 
-    def _count_experts(self, counts: np.ndarray, in_pool: np.ndarray, buffered: np.ndarray) -> None:
+    def _count_experts(self, step: "_RunningStep", tokens: int, rows: int) -> None:
         """Take in the router counts of a step: where the chosen experts were, and what the policy learns."""
+        counts, in_pool, buffered = np.asarray(step.router_counts), step.in_pool, step.buffered
+        self.num_routed_tokens += tokens
         self.router_counts += counts
-        self.experts.observe(counts)
+        self.experts.observe(counts, tokens, rows)
         chosen = counts > 0
         touched, hits, buffer_hits, loaded = (
             int(np.count_nonzero(mask)) for mask in (chosen, chosen & in_pool, chosen & buffered, buffered)

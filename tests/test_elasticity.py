@@ -88,6 +88,45 @@ def test_residency_follows_the_hotset_profile(model, tmp_path):
         assert set(np.flatnonzero(fixed.experts.resident[layer])) == set(hottest)
 
 
+def test_a_profile_of_something_else_is_corrected_while_requests_run(model, tmp_path):
+    """Experts that the profile takes for cold replace those it takes for hot; the answers are those of all resident."""
+    from rimuru_jax.controller import fingerprint
+    from rimuru_jax.host.hotset import HotsetProfile
+
+    questions = [[7] * 20]
+    long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, detokenize=False)
+    alone = engine(model, memory_policy="static")
+    expected = [output.outputs[0].token_ids for output in alone.generate(questions, long, use_tqdm=False)]
+    opposite = alone.router_counts.max() - alone.router_counts
+    profile = HotsetProfile.uniform(fingerprint(alone.model_config)).record(opposite, tokens=100)
+    profile.save(tmp_path / "hotset.json")
+    reads = {}
+    for policy in ("hotset", "online"):
+        one = engine(
+            model,
+            loading_buffer_experts=1,
+            expert_cache_policy=policy,
+            expert_hotset_path=str(tmp_path / "hotset.json"),
+        )
+        # Half of the experts go, and someone else takes their pages.
+        one.experts.shrink(32)
+        one.allocator.begin_pass()
+        one.allocator.allocate(77, {"expert": 32 * 3})
+        outputs = one.generate(questions, long, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        reads[policy] = one.metrics.counters["expert_host_reads"]
+        assert (one.metrics.counters["expert_swaps"] > 0) == (policy == "online")
+        one.allocator.check_ledger()
+        # What the tables show is there, swapped in or not.
+        pool, host = np.asarray(one.loop.pool), np.asarray(one.loop.host_pages)
+        pages, kept = pool.reshape(-1, host.shape[1]), np.argwhere(one.experts.resident)
+        for layer, expert in kept:
+            shown = pages[one.experts.table[layer, expert]]
+            first = (layer * 16 + expert) * 3
+            np.testing.assert_array_equal(shown, host[first : first + 3])
+    assert reads["online"] < reads["hotset"]
+
+
 def test_loading_buffers_hold_what_the_host_holds(model):
     """Buffered experts are really copied: their pool pages equal the host pages after a step."""
     one = engine(

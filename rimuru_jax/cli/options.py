@@ -160,8 +160,10 @@ def engine_options(
         typer.Option(help="Absent experts to load ahead of their layer; auto: all if most will be chosen."),
     ] = DEFAULTS.expert_prefetch,
     expert_cache_policy: Annotated[
-        Literal["hotset", "lru"],
-        typer.Option(help="Which experts stay: by a hotset profile, or the last used."),
+        Literal["online", "hotset", "lru"],
+        typer.Option(
+            help="Which experts stay: by a hotset profile, by that and what is routed now, or the last used."
+        ),
     ] = DEFAULTS.expert_cache_policy,
     expert_hotset_path: Annotated[
         Path | None,

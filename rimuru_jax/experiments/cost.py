@@ -33,8 +33,6 @@ class StepTime:
     host_seconds: float
     """For which the link to the host is busy."""
     host_bytes: float
-    touched: np.ndarray
-    """float64[L, E], the probability that each expert is chosen by some token."""
 
 
 class CostModel:
@@ -92,7 +90,7 @@ class CostModel:
         # The copies of a layer run while the layer before computes its experts.
         copies = np.roll(host, -1) if loaded.any() else host
         seconds = float(np.sum(other + np.maximum(experts, copies)))
-        return StepTime(seconds, float(host.sum()), float(host_bytes.sum()), touched)
+        return StepTime(seconds, float(host.sum()), float(host_bytes.sum()))
 
     def _product(self, parameters: int, tokens: int) -> float:
         """Weights read once against products with all tokens."""

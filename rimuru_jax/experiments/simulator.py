@@ -143,7 +143,8 @@ class Simulation:
         self._scheduler, self.metrics = host.scheduler, host.metrics
         self._experts.fill(self.plan.pages_kept_free)
         self._scheduler.step_costs = self._measure(config.max_num_seqs)
-        self._learns = config.expert_cache_policy == "lru"
+        self._chance = np.minimum(shares * model.moe.num_experts_per_tok, 1.0)  # of one token
+        self._learns = config.expert_cache_policy != "hotset"
         self._shown = -1
         self._loaded = np.zeros(self._experts.resident.shape, bool)
 
@@ -231,16 +232,17 @@ class Simulation:
             layer, place = np.nonzero(loads >= 0)
             self._loaded[layer, loads[layer, place]] = True
         page_bytes = self.plan.layout[EXPERT].stride_bytes
-        copied = len(plan.expert_copies) * self._experts.matrices * page_bytes
+        copied = len(plan.expert_swaps + plan.expert_copies) * self._experts.matrices * page_bytes
         seconds = copied / self._card.host_rate
         seconds += 2 * len(plan.page_moves) * page_bytes / self._card.memory_rate
         if not plan.chunks:
             return seconds + self._card.step_seconds, copied
         rows = [Work(chunk.num_tokens, chunk.start + chunk.num_tokens) for chunk in plan.chunks]
-        loaded = self._loaded & self._loads_ahead(sum(row.tokens for row in rows))
+        tokens = sum(row.tokens for row in rows)
+        loaded = self._loaded & self._loads_ahead(tokens)
         time = self._cost.step(rows, self._experts.resident, loaded)
         if self._learns:
-            self._experts.observe(self._rng.random(time.touched.shape) < time.touched)
+            self._experts.observe(self._rng.poisson(self._chance * tokens), tokens, len(rows))
         return seconds + time.seconds, copied + time.host_bytes
 
     def _record(self, timeline: Timeline, now: float, tokens: int, fetched: float) -> None:

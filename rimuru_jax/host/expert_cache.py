@@ -5,16 +5,19 @@ step p       reads the expert where it was (loading buffer or host)        no lo
 pass p + 1   the table shows the pages                                     pages come back after `reclaim_delay`
 
 Where a huge page holds several expert pages, `consolidate` moves experts together so that whole huge pages become free.
+
+Within a layer, `swap` lets an absent expert take the place of a resident one: the same pages, copied over before step p,
+whose table shows the newcomer on them. No pages change hands, so that nobody ever waits for a swap.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from rimuru_jax.host.allocator import BUFFERS, EXPERTS, PageAllocator
-from rimuru_jax.host.hotset import HotsetProfile
 from rimuru_jax.host.page_layout import EXPERT, format_bytes
+from rimuru_jax.host.residency import ResidencyPolicy
 
 HOST = -1
 """In an expert table: read this matrix from page-locked host memory."""
@@ -33,61 +36,6 @@ class PageMove(NamedTuple):
 
     source: int
     target: int
-
-
-class ResidencyPolicy(Protocol):
-    """What is worth keeping in the pool."""
-
-    version: int
-    """Changes whenever `scores` would."""
-
-    def scores(self) -> np.ndarray:
-        """float64[L, E]: higher is more worth keeping. Ties go to the lower expert id, then the lower layer."""
-        ...
-
-    def observe(self, counts: np.ndarray) -> None:
-        """Learn from the router counts `int[L, E]` of one step."""
-        ...
-
-
-class HotsetPolicy:
-    """Static: the routing probabilities of an offline profile."""
-
-    def __init__(self, profile: HotsetProfile):
-        self.version = 0
-        self._scores = profile.probabilities()
-
-    def scores(self) -> np.ndarray:
-        return self._scores
-
-    def observe(self, counts: np.ndarray) -> None:
-        del counts
-
-
-class LruPolicy:
-    """Learning: the step of an expert's last use; among equals the profile's probability (always below 1) decides."""
-
-    def __init__(self, profile: HotsetProfile):
-        self.version = 0
-        self._probabilities = np.minimum(profile.probabilities(), 0.5)
-        self._last_use = np.zeros(self._probabilities.shape)
-
-    def scores(self) -> np.ndarray:
-        return self._last_use + self._probabilities
-
-    def observe(self, counts: np.ndarray) -> None:
-        self.version += 1
-        self._last_use[counts > 0] = self.version
-
-
-def residency_policy(name: str, profile: HotsetProfile) -> ResidencyPolicy:
-    """The policy that `expert_cache_policy` names: "hotset" or "lru"."""
-    policies = {"hotset": HotsetPolicy, "lru": LruPolicy}
-    if name not in policies:
-        raise ValueError(
-            f"expert_cache_policy is {name!r}, it must be one of {', '.join(map(repr, policies))}"
-        )
-    return policies[name](profile)
 
 
 class ExpertCache:
@@ -142,6 +90,8 @@ class ExpertCache:
         self._loads = np.full((num_layers, self.buffer_experts), -1, np.int32)
         self._stale_layers = np.ones(num_layers, bool)  # rows of _effective and _loads to be made anew
         self._ranked: tuple[int, np.ndarray] | None = None
+        self._swaps: list[tuple[int, int, int]] = []  # layer, comes, goes: those that pay, the worst first
+        self._swaps_of = self._loads_of = policy.version  # that `_swaps` and `_loads` follow
         self.buffer_pages = np.zeros((2, 0, matrices), np.int32)
         need, free = self.most_buffer_pages, allocator.free_expert_pages
         if need > free:
@@ -229,6 +179,7 @@ class ExpertCache:
             self._show(self._arriving)
             self._arriving = []
         self.fit_buffers(0)
+        self._follow_policy()
 
     def expand(self, n: int) -> list[ExpertCopy]:
         """Take pages for the `n` most probable absent experts; shown in the table from the next pass on.
@@ -264,6 +215,28 @@ class ExpertCache:
             self.version += 1
         return len(victims)
 
+    def swap(self, most: int) -> list[ExpertCopy]:
+        """Exchange up to `most` resident experts for absent ones of their layers, as far as the policy says it pays.
+
+        Returns the copies to make before the step being planned, whose table shows them: over pages that every earlier
+        step has read by then, after the page moves.
+        """
+        if self._swaps_of != self._policy.version:
+            self._swaps_of, self._swaps = self._policy.version, self._paying_swaps()
+        copies: list[ExpertCopy] = []
+        while self._swaps and len(copies) < most:
+            layer, comes, goes = self._swaps.pop()
+            if self._held[layer, comes] or not self.resident[layer, goes]:
+                continue  # moved since
+            pages = self.table[layer, goes].copy()
+            for shown in (self.resident, self._held):
+                shown[layer, goes], shown[layer, comes] = False, True
+            self.table[layer, goes], self.table[layer, comes] = HOST, pages
+            self._stale_layers[layer] = True
+            copies.append(ExpertCopy(layer, comes, tuple(pages.tolist())))
+        self.version += bool(copies)
+        return copies
+
     def fit_buffers(self, spare_pages: int) -> None:
         """Size the loading buffers by the experts that a layer lacks on average; they grow within `spare_pages`."""
         layers, experts = self.resident.shape
@@ -287,9 +260,9 @@ class ExpertCache:
             self.version += 1
         return list(map(PageMove, sources, targets))
 
-    def observe(self, counts: np.ndarray) -> None:
-        """Pass the router counts `int[L, E]` of a step to the policy."""
-        self._policy.observe(counts)
+    def observe(self, counts: np.ndarray, tokens: int, rows: int) -> None:
+        """Pass the router counts `int[L, E]` of a step over `tokens` tokens of `rows` requests to the policy."""
+        self._policy.observe(counts, tokens, rows)
 
     def step_tables(self) -> tuple[np.ndarray, np.ndarray]:
         """What the step being planned reads, as copies.
@@ -298,10 +271,11 @@ class ExpertCache:
           int32[L, E, m]: `table` with the loading buffers overlaid.
           int32[L, B]: experts to copy into set l % 2 before layer l computes, -1 where there are fewer: the absent
             experts of the layer, most probable first. Absent experts beyond B are read from the host in place. The
-            order of a policy that learns is taken when the residency of the layer changes.
+            order is the policy's when the residency of the layer last changed, or when it last made a clear difference.
         """
+        scores = self._policy.scores()
         for layer in np.flatnonzero(self._stale_layers).tolist():
-            order = np.argsort(-self._policy.scores()[layer], kind="stable")
+            order = np.argsort(-scores[layer], kind="stable")
             away = order[~self.resident[layer, order]][: self.buffer_pages.shape[1]]
             self._loads[layer] = -1
             self._loads[layer, : len(away)] = away
@@ -309,6 +283,36 @@ class ExpertCache:
             self._effective[layer, away] = self.buffer_pages[layer % 2, : len(away)]
         self._stale_layers[:] = False
         return self._effective.copy(), self._loads.copy()
+
+    def _follow_policy(self) -> None:
+        """Mark layers where an expert that is read in place has clearly become likelier than one in a loading buffer."""
+        if self._loads_of == self._policy.version:
+            return
+        self._loads_of, scores = self._policy.version, self._policy.scores()
+        loaded = np.zeros_like(self.resident)
+        layer, place = np.nonzero(self._loads >= 0)
+        loaded[layer, self._loads[layer, place]] = True
+        in_place = np.where(self.resident | loaded, 0.0, scores).max(axis=1)
+        stale = self._policy.worth_swapping(in_place, np.where(loaded, scores, 1.0).min(axis=1))
+        if stale.any():
+            self._stale_layers |= stale
+            self.version += 1
+
+    def _paying_swaps(self) -> list[tuple[int, int, int]]:
+        """(layer, expert that comes, expert that goes) of all swaps that pay, those that pay most at the end."""
+        scores, pays = self._policy.scores(), self._policy.worth_swapping
+        coming, going = np.where(self._held, 0.0, scores), np.where(self.resident, scores, 1.0)
+        layers = np.flatnonzero(pays(coming.max(axis=1), going.min(axis=1)))
+        if not len(layers):
+            return []
+        # The likeliest of the absent for the least likely of the resident, the second for the second, ...
+        coming, going = coming[layers], going[layers]
+        comes, goes = np.argsort(-coming, axis=1, kind="stable"), np.argsort(going, axis=1, kind="stable")
+        coming, going = np.take_along_axis(coming, comes, 1), np.take_along_axis(going, goes, 1)
+        where = np.nonzero(pays(coming, going))
+        order = np.argsort((coming - going)[where], kind="stable")
+        found = (layers[where[0]], comes[where], goes[where])
+        return list(zip(*(values[order].tolist() for values in found), strict=True))
 
     def _resize_buffers(self, experts: int) -> bool:
         """Make each set of loading buffers as large as `experts`, if there are pages for it; whether it now is."""

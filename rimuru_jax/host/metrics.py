@@ -19,6 +19,7 @@ COUNTERS = (
     "awaiting_reclaim",  # times a running request skipped a pass because its pages were still returning
     "expert_shrinks",  # experts given up
     "expert_expansions",  # experts taken back
+    "expert_swaps",  # experts that took the place of others of their layer
     "expert_hits",  # experts that tokens chose in a layer of a step, resident in the pool
     "expert_buffer_hits",  # the same, copied into a loading buffer by the step itself
     "expert_host_reads",  # the same, read from host memory in place

@@ -8,7 +8,8 @@ One pass, in this order:
     3. decodes, then chunks of running prompts, are planned
     4. the head of the queue is admitted while tokens, slots and pages last: pages for all its tokens or none; where
        whole huge pages are missing for it, expert pages are moved together
-    5. one signed balance of pages moves the residency of experts (`memory_policy="elastic"` only)
+    5. one signed balance of pages moves the residency of experts (`memory_policy="elastic"` only); what is left of the
+       experts that a pass may copy is for exchanging those that are chosen less for those that are chosen more
 
 Every pass plans tokens, frees pages, waits for a named event, or fails one request with a reason.
 """
@@ -21,7 +22,14 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from rimuru_jax.host.adjuster import LOW_PAGES, AdjusterPolicy, AdjusterState, PageBalance, decide
+from rimuru_jax.host.adjuster import (
+    LOW_PAGES,
+    MAX_EXPANSION,
+    AdjusterPolicy,
+    AdjusterState,
+    PageBalance,
+    decide,
+)
 from rimuru_jax.host.allocator import BUFFERS, EXPERTS, PageAllocator
 from rimuru_jax.host.batch import Batch, Demand, ScheduledChunk
 from rimuru_jax.host.expert_cache import ExpertCache, ExpertCopy, PageMove
@@ -89,6 +97,7 @@ class StepPlan:
       step: number of the pass, from 1.
       chunks: decodes first; at most one chunk per request.
       page_moves: pages of experts to copy elsewhere in the pool before anything else of this step.
+      expert_swaps: experts to copy over others before this step, behind the moves; its table shows them.
       expert_copies: experts to copy into the pool within this step; the next pass shows them in the table.
       waiting_for: why `chunks` is empty although requests are unfinished: "reclaim" (pages or slots are returning) or
         "tokens" (sampled tokens have not been delivered); None otherwise.
@@ -99,6 +108,7 @@ class StepPlan:
     step: int
     chunks: tuple[ScheduledChunk, ...]
     page_moves: tuple[PageMove, ...] = ()
+    expert_swaps: tuple[ExpertCopy, ...] = ()
     expert_copies: tuple[ExpertCopy, ...] = ()
     waiting_for: Literal["reclaim", "tokens"] | None = None
     preempted: tuple[Request, ...] = ()
@@ -236,7 +246,11 @@ class Scheduler:
         short = None
         if not lacking and not preempted:
             short = self._admit(chunks, budget)
-        copies = self._adjust(short) if self.config.memory_policy == "elastic" else []
+        copies, swaps = [], []
+        if self.config.memory_policy == "elastic":
+            copies = self._adjust(short)
+            swaps = self._cache.swap(MAX_EXPANSION - len(copies))
+            self._metrics.add("expert_swaps", len(swaps))
 
         waiting_for = None
         if not chunks and self._requests:
@@ -249,6 +263,7 @@ class Scheduler:
             step=self._batch.step,
             chunks=tuple(chunks),
             page_moves=tuple(self._page_moves),
+            expert_swaps=tuple(swaps),
             expert_copies=tuple(copies),
             waiting_for=waiting_for,
             preempted=tuple(preempted),

@@ -8,12 +8,13 @@ from typing import Literal
 import numpy as np
 
 from rimuru_jax.host.allocator import BUFFERS, EXPERTS, PageAllocator
-from rimuru_jax.host.expert_cache import HOST, ExpertCache, ExpertCopy, residency_policy
+from rimuru_jax.host.expert_cache import HOST, ExpertCache, ExpertCopy
 from rimuru_jax.host.hotset import HotsetProfile, ModelFingerprint
 from rimuru_jax.host.metrics import Metrics
 from rimuru_jax.host.page_layout import PageKind, PageLayout
 from rimuru_jax.host.page_tables import PageTables
 from rimuru_jax.host.request import Request, RequestStatus
+from rimuru_jax.host.residency import residency_policy
 from rimuru_jax.host.scheduler import Scheduler, SchedulerConfig, StepPlan
 from rimuru_jax.host.throughput import StepCosts
 
@@ -152,6 +153,7 @@ class World:
         self._check_owners(plan.expert_copies)
         for source, target in plan.page_moves:
             self.content[target] = self.content[source]
+        self._copy(plan.expert_swaps)
         self._copy(plan.expert_copies)
         self._check_content()
         self._in_flight.append((plan, handed, [array.copy() for array in handed]))
@@ -271,7 +273,9 @@ class World:
         moves = [event for event in self.metrics.events("shrink", "expand") if event.step == plan.step]
         assert len(moves) <= 1
         if setup.memory_policy != "elastic":
-            assert not moves and not plan.expert_copies
+            assert not moves and not plan.expert_copies and not plan.expert_swaps
+        assert len(plan.expert_swaps) + len(plan.expert_copies) <= 5
+        self.operations += len(plan.expert_swaps)
         for event in moves:
             experts, shortage, surplus = (int(event.fields[name]) for name in ("experts", "r_b", "f_b"))
             self.operations += experts

@@ -6,16 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rimuru_jax.host.allocator import EXPERTS, PageAllocator
-from rimuru_jax.host.expert_cache import (
-    HOST,
-    ExpertCache,
+from rimuru_jax.host.expert_cache import HOST, ExpertCache
+from rimuru_jax.host.hotset import HotsetProfile, ModelFingerprint
+from rimuru_jax.host.page_layout import PageKind, PageLayout
+from rimuru_jax.host.residency import (
+    RANK_STEPS,
     HotsetPolicy,
     LruPolicy,
+    OnlinePolicy,
     ResidencyPolicy,
     residency_policy,
 )
-from rimuru_jax.host.hotset import HotsetProfile, ModelFingerprint
-from rimuru_jax.host.page_layout import PageKind, PageLayout
 
 # Two layers of four experts, most probable first: layer 0: 2 0 3 1; layer 1: 3 2 1 0. Over both layers the
 # probabilities are .5 .45 .3 .26 .14 .13 .12 .1.
@@ -233,21 +234,23 @@ def test_ties_spread_over_layers():
 
 
 def test_lru_keeps_what_was_used_last():
-    cache, allocator = _cache(pages=24, policy=LruPolicy(_profile()))
+    cache, allocator = _cache(pages=24, policy=LruPolicy(_profile(), rank_steps=1))
     cache.fill(keep_free_pages=0)
-    cache.observe(np.array([[0, 4, 0, 0], [1, 0, 0, 0]]))
-    cache.observe(np.array([[0, 0, 0, 2], [0, 0, 0, 0]]))
+    cache.observe(np.array([[0, 4, 0, 0], [1, 0, 0, 0]]), 4, 4)
+    cache.observe(np.array([[0, 0, 0, 2], [0, 0, 0, 0]]), 4, 4)
     assert cache.shrink(4) == 4  # never used: (0, 0) .3, (0, 2) .5, (1, 1) .14, (1, 2) .26, (1, 3) .45
     assert _residents(cache) == [[1, 2, 3], [0]]
     _next_pass(cache, allocator)
-    cache.observe(np.array([[3, 0, 0, 0], [0, 0, 0, 0]]))
+    cache.observe(np.array([[3, 0, 0, 0], [0, 0, 0, 0]]), 4, 4)
     assert [(copy.layer, copy.expert) for copy in cache.expand(2)] == [(0, 0), (1, 3)]
 
 
 def test_the_hotset_does_not_learn():
     cache, _ = _cache(pages=24)
     cache.fill(keep_free_pages=0)
-    cache.observe(np.array([[0, 99, 0, 0], [0, 0, 0, 0]]))
+    for _ in range(2 * RANK_STEPS):
+        cache.observe(np.array([[0, 99, 0, 0], [0, 0, 0, 0]]), 99, 99)
+    assert cache.swap(5) == []
     cache.shrink(1)
     assert not cache.resident[0, 1]
 
@@ -256,11 +259,11 @@ def test_the_hotset_does_not_learn():
     moves=st.lists(st.integers(-6, 5), max_size=40),
     offload=st.integers(0, 4),
     delay=st.integers(1, 3),
-    learning=st.booleans(),
+    name=st.sampled_from(["online", "hotset", "lru"]),
 )
-def test_cycles_return_to_the_same_capacity(moves: list[int], offload: int, delay: int, learning: bool):
+def test_cycles_return_to_the_same_capacity(moves: list[int], offload: int, delay: int, name: str):
     """Whatever moved: floors hold, pages add up, no page has two owners, and growing back restores the start."""
-    policy = LruPolicy(_profile()) if learning else HotsetPolicy(_profile())
+    policy = residency_policy(name, _profile())
     cache, allocator = _cache(
         pages=24 + 12, expert_offload_limit=offload, buffer_experts=2, policy=policy, reclaim_delay=delay
     )
@@ -273,7 +276,11 @@ def test_cycles_return_to_the_same_capacity(moves: list[int], offload: int, dela
             assert cache.shrink(-move) <= -move
         elif move > 0 and cache.absent_experts >= move:
             cache.expand(move)
-        cache.observe((np.arange(8) == turn % 8).reshape(2, 4).astype(int))
+        before = cache.resident.sum(axis=1)
+        assert len(cache.swap(2)) <= 2
+        assert (cache.resident.sum(axis=1) == before).all()
+        for _ in range(RANK_STEPS):
+            cache.observe((np.arange(8) == turn % 8).reshape(2, 4).astype(int), 1, 1)
         assert (cache.resident.sum(axis=1) >= cache.floor).all()
         allocator.check_ledger()
         shown = cache.table[cache.resident].ravel()
@@ -286,3 +293,108 @@ def test_cycles_return_to_the_same_capacity(moves: list[int], offload: int, dela
     assert len(cache.expand(cache.absent_experts)) == start - int(cache.resident.sum())
     _next_pass(cache, allocator)
     assert int(cache.resident.sum()) == start
+
+
+# Swaps ------------------------------------------------------------------------------------------------------------------
+
+
+def _online(layers: int, experts: int, k: int = 2) -> OnlinePolicy:
+    model = ModelFingerprint(model_type="t", num_layers=layers, num_experts=experts, experts_per_token=k)
+    return OnlinePolicy(HotsetProfile.uniform(model))
+
+
+def _route(rng: np.random.Generator, shares: np.ndarray, k: int) -> np.ndarray:
+    """Counts `int[L, E]` of one token that takes `k` experts of each layer, `shares` weighing them."""
+    keys = rng.gumbel(size=shares.shape) + np.log(shares)
+    counts = np.zeros(shares.shape, int)
+    np.put_along_axis(counts, np.argsort(-keys, axis=1)[:, :k], 1, axis=1)
+    return counts
+
+
+def test_a_swap_takes_the_place_of_another():
+    cache, allocator = _cache(pages=12, policy=_online(2, 4))
+    cache.fill(keep_free_pages=0)
+    assert _residents(cache) == [[0, 1], [0, 1]]
+    pages, version, ledger = cache.table.copy(), cache.version, allocator.ledger()
+    for _ in range(4 * RANK_STEPS):
+        cache.observe(np.array([[1, 0, 0, 1], [1, 1, 0, 0]]), 1, 1)
+    (copy,) = cache.swap(5)
+    assert copy == (0, 3, tuple(pages[0, 1].tolist()))
+    assert _residents(cache) == [[0, 3], [0, 1]] and cache.version != version
+    assert cache.table[0, 3].tolist() == list(copy.pages) and (cache.table[0, 1] == HOST).all()
+    assert allocator.ledger() == ledger and cache.swap(5) == []
+
+
+def test_one_accident_swaps_nothing():
+    cache, _ = _cache(pages=12, policy=_online(2, 4))
+    cache.fill(keep_free_pages=0)
+    for number in range(4 * RANK_STEPS):
+        often = np.array([[1, 1, 0, 0], [1, 1, 0, 0]])
+        cache.observe(often[:, ::-1] if number == 9 else often, 1, 1)
+        assert cache.swap(5) == []
+
+
+@given(seed=st.integers(0, 2**32 - 1), resident=st.integers(4, 12), most=st.integers(1, 5))
+def test_swaps_find_what_is_hot_and_then_end(seed: int, resident: int, most: int):
+    """A quarter of each layer gets nine tenths: it becomes resident, at most `most` a pass, floors and ledger as they were."""
+    layers, experts, k, hot = 3, 16, 2, 4
+    rng = np.random.default_rng(seed)
+    shares = np.stack(
+        [
+            rng.permutation(np.repeat([0.9 / hot, 0.1 / (experts - hot)], [hot, experts - hot]))
+            for _ in range(layers)
+        ]
+    )
+    cache, allocator = _cache(
+        pages=layers * resident * MATRICES,
+        expert_offload_limit=experts - resident,
+        policy=_online(layers, experts, k),
+    )
+    cache.fill(keep_free_pages=0)
+    ledger, copies, late = allocator.ledger(), 0, 0
+    for number in range(400):
+        _next_pass(cache, allocator)
+        swapped = cache.swap(most)
+        assert len(swapped) <= most
+        copies, late = copies + len(swapped), late + len(swapped) * (number >= 300)
+        assert (cache.resident.sum(axis=1) == resident).all() and allocator.ledger() == ledger
+        cache.observe(_route(rng, shares, k), 1, 1)
+    wanted = np.argsort(-shares, axis=1, kind="stable")[:, :hot]
+    assert np.take_along_axis(cache.resident, wanted, axis=1).all()
+    assert copies <= 2 * layers * hot and late <= 2
+
+
+@given(seed=st.integers(0, 2**32 - 1), rows=st.sampled_from([1, 8]))
+def test_nothing_is_swapped_when_all_are_alike(seed: int, rows: int):
+    layers, experts, k = 6, 32, 4
+    even = np.full((layers, experts), 1 / experts)
+    rng = np.random.default_rng(seed)
+    cache, allocator = _cache(
+        pages=layers * 16 * MATRICES, expert_offload_limit=16, policy=_online(layers, experts, k)
+    )
+    cache.fill(keep_free_pages=0)
+    swapped = 0
+    for _ in range(200):
+        _next_pass(cache, allocator)
+        swapped += len(cache.swap(5))
+        counts = np.sum([_route(rng, even, k) for _ in range(rows)], axis=0)
+        cache.observe(counts, rows, rows)
+    assert swapped <= 1
+
+
+def test_loading_buffers_follow_what_is_routed():
+    cache, allocator = _cache(pages=6 + 6, expert_offload_limit=3, buffer_experts=1, policy=_online(2, 4))
+    cache.fill(keep_free_pages=0)
+    _, loads = cache.step_tables()
+    assert _residents(cache) == [[0], [0]] and loads.tolist() == [[1], [1]]
+    for _ in range(4 * RANK_STEPS):
+        cache.observe(np.array([[1, 0, 0, 1], [1, 1, 0, 0]]), 1, 1)
+    version = cache.version
+    _next_pass(cache, allocator)
+    assert cache.version != version
+    effective, loads = cache.step_tables()
+    assert loads.tolist() == [[3], [1]]
+    assert effective[0, 3].tolist() == cache.buffer_pages[0, 0].tolist() and (effective[0, 1] == HOST).all()
+    version = cache.version
+    _next_pass(cache, allocator)
+    assert cache.version == version

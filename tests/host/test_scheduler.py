@@ -7,6 +7,7 @@ import pytest
 from scheduler_world import Setup, World
 
 from rimuru_jax.host.request import RequestStatus
+from rimuru_jax.host.residency import RANK_STEPS
 from rimuru_jax.host.scheduler import SchedulerConfig, StepPlan
 
 BUFFERS = 6
@@ -129,7 +130,8 @@ def test_experts_make_way_for_states_as_large_as_two_of_their_pages():
         # Used last are all but every third expert: those that go are scattered over the huge pages.
         counts = np.ones((3, experts), int)
         counts[:, ::3] = 0
-        world.cache.observe(counts)
+        for _ in range(RANK_STEPS):
+            world.cache.observe(counts, 2, 1)
         request = world.add(2, 6)
         world.step()
         (shrink,) = world.metrics.events("shrink")

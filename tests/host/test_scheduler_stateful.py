@@ -16,7 +16,7 @@ setups = st.builds(
     matrices=st.sampled_from([2, 3]),
     offload=st.integers(0, 3),
     buffers=st.integers(0, 2),
-    cache_policy=st.sampled_from(["hotset", "lru"]),
+    cache_policy=st.sampled_from(["online", "hotset", "lru"]),
     max_num_seqs=st.integers(1, 6),
     max_num_batched_tokens=st.integers(6, 40),
     max_model_len=st.just(MODEL_LEN),
@@ -68,12 +68,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if running:
             self.world.step(lag=lag, stops=(running[pick % len(running)],))
 
-    @rule(touched=st.lists(st.integers(0, 2**30), min_size=1, max_size=3))
-    def route(self, touched: list[int]) -> None:
+    @rule(touched=st.lists(st.integers(0, 2**30), min_size=1, max_size=3), steps=st.sampled_from([1, 8, 30]))
+    def route(self, touched: list[int], steps: int) -> None:
+        """Steps of one token, over and over the same."""
         counts = self.world.cache.resident * 0
         for value in touched:
             counts.flat[value % counts.size] += 1
-        self.world.cache.observe(counts)
+        for _ in range(steps):
+            self.world.cache.observe(counts, 1, 1)
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

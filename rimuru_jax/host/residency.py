@@ -1,0 +1,147 @@
+"""What is worth keeping in the pool: experts ranked by an offline profile, by their last use, or by what is routed now."""
+
+from typing import Literal, Protocol
+
+import numpy as np
+
+from rimuru_jax.host.hotset import HotsetProfile
+
+type CachePolicy = Literal["online", "hotset", "lru"]
+
+RANK_STEPS = 8
+"""Steps after which a policy that learns ranks anew: sorting thousands of experts takes longer than counting them."""
+HALF_LIFE = 64
+"""Steps after which what was seen counts half: a request has its own experts, and is gone after some hundred tokens."""
+PRIOR_STEPS = 16
+"""Steps that the profile counts for."""
+MOST_STEPS = 64
+"""Steps that one long prompt counts for, at most."""
+CLEARLY = 5.0
+"""Standard deviations between two of thousands of experts that are no accident."""
+
+
+class ResidencyPolicy(Protocol):
+    """Which experts matter most."""
+
+    version: int
+    """Changes whenever `scores` would."""
+
+    def scores(self) -> np.ndarray:
+        """float64[L, E]: higher is more worth keeping. Ties go to the lower expert id, then the lower layer."""
+        ...
+
+    def worth_swapping(self, coming: np.ndarray, going: np.ndarray) -> np.ndarray:
+        """bool[...]: whether to copy experts with scores `coming` over others with scores `going`."""
+        ...
+
+    def observe(self, counts: np.ndarray, tokens: int, rows: int) -> None:
+        """Learn from a step over `tokens` tokens of `rows` requests: `int[L, E]`, how many tokens chose each expert."""
+        ...
+
+
+class HotsetPolicy:
+    """Static: the routing probabilities of an offline profile."""
+
+    def __init__(self, profile: HotsetProfile):
+        self.version = 0
+        self._scores = profile.probabilities()
+
+    def scores(self) -> np.ndarray:
+        return self._scores
+
+    def worth_swapping(self, coming: np.ndarray, going: np.ndarray) -> np.ndarray:
+        del going
+        return np.zeros(coming.shape, bool)
+
+    def observe(self, counts: np.ndarray, tokens: int, rows: int) -> None:
+        del counts, tokens, rows
+
+
+class LruPolicy:
+    """Learning: the step of an expert's last use; among equals the profile's probability (always below 1) decides.
+
+    It cannot tell what a swap would save, so that residency changes only where it grows or shrinks.
+    """
+
+    def __init__(self, profile: HotsetProfile, rank_steps: int = RANK_STEPS):
+        self.version = 0
+        self._probabilities = np.minimum(profile.probabilities(), 0.5)
+        self._scores = self._probabilities
+        self._last_use = np.zeros(self._probabilities.shape)
+        self._rank_steps = rank_steps
+        self._step = 0
+
+    def scores(self) -> np.ndarray:
+        return self._scores
+
+    def worth_swapping(self, coming: np.ndarray, going: np.ndarray) -> np.ndarray:
+        del going
+        return np.zeros(coming.shape, bool)
+
+    def observe(self, counts: np.ndarray, tokens: int, rows: int) -> None:
+        del tokens, rows
+        self._step += 1
+        self._last_use[counts > 0] = self._step
+        if self._step % self._rank_steps == 0:
+            self._scores = self._last_use + self._probabilities
+            self.version += 1
+
+
+class OnlinePolicy:
+    """Learning: the chance that a decode of the present requests chooses an expert, which is what keeping it saves.
+
+    The chance r of the step to come is estimated from w steps' worth of evidence that fades with `HALF_LIFE`: the steps
+    in which an expert was chosen, beside the profile's expectation for `PRIOR_STEPS` more. A step with prompts in it
+    is evidence for as many decodes as it has tokens per request: with c of T tokens choosing an expert, each of D
+    requests' next tokens does so with chance c / T.
+
+        r = (sum of w_i x_i + PRIOR_STEPS x_profile) / (sum of w_i + PRIOR_STEPS)
+        x = [c > 0] for decodes, else 1 - exp(-D c / T)                      w = min(T / D, MOST_STEPS)
+    """
+
+    def __init__(self, profile: HotsetProfile):
+        self.version = 0
+        self._chances = profile.probabilities() * profile.model.experts_per_token  # of one token
+        self._chosen = np.zeros(self._chances.shape)  # steps, fading
+        self._steps = 0.0  # fading
+        self._rows = 1
+        self._unranked = 0.0
+        self._rank()
+
+    def scores(self) -> np.ndarray:
+        return self._scores
+
+    def worth_swapping(self, coming: np.ndarray, going: np.ndarray) -> np.ndarray:
+        """Whether the difference is clearly more than noise, and saves more reads than the copy within `HALF_LIFE`."""
+        gain = coming - going
+        # Fading evidence of n steps varies like an even mean of 2 n.
+        variance = (coming * (1 - coming) + going * (1 - going)) / (2 * (self._steps + PRIOR_STEPS))
+        return (gain * HALF_LIFE > 1) & (gain > CLEARLY * np.sqrt(variance))
+
+    def observe(self, counts: np.ndarray, tokens: int, rows: int) -> None:
+        steps = min(tokens / rows, MOST_STEPS)
+        chosen = counts > 0 if tokens == rows else steps * -np.expm1(counts * (-rows / tokens))
+        left = 0.5 ** (steps / HALF_LIFE)
+        self._chosen *= left
+        self._chosen += chosen
+        self._steps = self._steps * left + steps
+        self._rows = rows
+        self._unranked += steps
+        if self._unranked >= RANK_STEPS:
+            self.version += 1
+            self._rank()
+
+    def _rank(self) -> None:
+        expected = -np.expm1(-self._rows * self._chances)
+        self._scores = (self._chosen + PRIOR_STEPS * expected) / (self._steps + PRIOR_STEPS)
+        self._unranked = 0.0
+
+
+def residency_policy(name: str, profile: HotsetProfile) -> ResidencyPolicy:
+    """The policy that `expert_cache_policy` names."""
+    policies = {"online": OnlinePolicy, "hotset": HotsetPolicy, "lru": LruPolicy}
+    if name not in policies:
+        raise ValueError(
+            f"expert_cache_policy is {name!r}, it must be one of {', '.join(map(repr, policies))}"
+        )
+    return policies[name](profile)
