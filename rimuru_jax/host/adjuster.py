@@ -31,7 +31,7 @@ LOW_PAGES = 2
 RESERVED_EXPERTS = 3
 """Experts' worth of surplus that growth leaves untouched."""
 MAX_EXPANSION = 5
-"""Experts taken back or exchanged in one pass, at most: each is copied over PCIe in the step that follows."""
+"""Experts taken back in one pass, at most: each is copied over PCIe in the step that follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,10 @@ from rimuru_jax.host.residency import ResidencyPolicy
 HOST = -1
 """In an expert table: read this matrix from page-locked host memory."""
 
+SWAPPED_SHARE = 1 / 8
+"""Experts exchanged in a step, of those that it will read from the host: no step takes much longer for it."""
+MOST_SWAPS = 32
+
 
 class ExpertCopy(NamedTuple):
     """One expert to copy from host memory into the pool: page ids of its matrices, in order."""
@@ -91,6 +95,7 @@ class ExpertCache:
         self._stale_layers = np.ones(num_layers, bool)  # rows of _effective and _loads to be made anew
         self._ranked: tuple[int, np.ndarray] | None = None
         self._swaps: list[tuple[int, int, int]] = []  # layer, comes, goes: those that pay, the worst first
+        self._swaps_at_once = 0
         self._swaps_of = self._loads_of = policy.version  # that `_swaps` and `_loads` follow
         self.buffer_pages = np.zeros((2, 0, matrices), np.int32)
         need, free = self.most_buffer_pages, allocator.free_expert_pages
@@ -215,16 +220,18 @@ class ExpertCache:
             self.version += 1
         return len(victims)
 
-    def swap(self, most: int) -> list[ExpertCopy]:
-        """Exchange up to `most` resident experts for absent ones of their layers, as far as the policy says it pays.
+    def swap(self) -> list[ExpertCopy]:
+        """Exchange resident experts for absent ones of their layers where the policy says it pays; few at once.
 
         Returns the copies to make before the step being planned, whose table shows them: over pages that every earlier
         step has read by then, after the page moves.
         """
         if self._swaps_of != self._policy.version:
             self._swaps_of, self._swaps = self._policy.version, self._paying_swaps()
+            reads = self._policy.scores()[~self._held].sum() if self._swaps else 0
+            self._swaps_at_once = min(MOST_SWAPS, max(1, int(reads * SWAPPED_SHARE)))
         copies: list[ExpertCopy] = []
-        while self._swaps and len(copies) < most:
+        while self._swaps and len(copies) < self._swaps_at_once:
             layer, comes, goes = self._swaps.pop()
             if self._held[layer, comes] or not self.resident[layer, goes]:
                 continue  # moved since

@@ -16,8 +16,9 @@ PRIOR_STEPS = 16
 """Steps that the profile counts for."""
 MOST_STEPS = 64
 """Steps that one long prompt counts for, at most."""
-CLEARLY = 5.0
-"""Standard deviations between two of thousands of experts that are no accident."""
+CLEARLY = 3.0
+"""Standard deviations between two experts that are worth a copy: of thousands of equals a few will seem that different,
+but waiting for certainty costs more reads than their copies."""
 
 
 class ResidencyPolicy(Protocol):
@@ -31,7 +32,10 @@ class ResidencyPolicy(Protocol):
         ...
 
     def worth_swapping(self, coming: np.ndarray, going: np.ndarray) -> np.ndarray:
-        """bool[...]: whether to copy experts with scores `coming` over others with scores `going`."""
+        """bool[...]: whether to copy experts with scores `coming` over others with scores `going`.
+
+        Only a policy whose scores are chances, 0 to 1, of being chosen in a step can tell; others never swap.
+        """
         ...
 
     def observe(self, counts: np.ndarray, tokens: int, rows: int) -> None:

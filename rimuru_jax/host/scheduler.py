@@ -8,8 +8,8 @@ One pass, in this order:
     3. decodes, then chunks of running prompts, are planned
     4. the head of the queue is admitted while tokens, slots and pages last: pages for all its tokens or none; where
        whole huge pages are missing for it, expert pages are moved together
-    5. one signed balance of pages moves the residency of experts (`memory_policy="elastic"` only); what is left of the
-       experts that a pass may copy is for exchanging those that are chosen less for those that are chosen more
+    5. one signed balance of pages moves the residency of experts, and some that are chosen less are exchanged for some that
+       are chosen more (`memory_policy="elastic"` only)
 
 Every pass plans tokens, frees pages, waits for a named event, or fails one request with a reason.
 """
@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from rimuru_jax.host.adjuster import (
     LOW_PAGES,
-    MAX_EXPANSION,
     AdjusterPolicy,
     AdjusterState,
     PageBalance,
@@ -249,7 +248,7 @@ class Scheduler:
         copies, swaps = [], []
         if self.config.memory_policy == "elastic":
             copies = self._adjust(short)
-            swaps = self._cache.swap(MAX_EXPANSION - len(copies))
+            swaps = self._cache.swap()
             self._metrics.add("expert_swaps", len(swaps))
 
         waiting_for = None

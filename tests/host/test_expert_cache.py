@@ -250,7 +250,7 @@ def test_the_hotset_does_not_learn():
     cache.fill(keep_free_pages=0)
     for _ in range(2 * RANK_STEPS):
         cache.observe(np.array([[0, 99, 0, 0], [0, 0, 0, 0]]), 99, 99)
-    assert cache.swap(5) == []
+    assert cache.swap() == []
     cache.shrink(1)
     assert not cache.resident[0, 1]
 
@@ -277,7 +277,7 @@ def test_cycles_return_to_the_same_capacity(moves: list[int], offload: int, dela
         elif move > 0 and cache.absent_experts >= move:
             cache.expand(move)
         before = cache.resident.sum(axis=1)
-        assert len(cache.swap(2)) <= 2
+        assert len(cache.swap()) <= 1
         assert (cache.resident.sum(axis=1) == before).all()
         for _ in range(RANK_STEPS):
             cache.observe((np.arange(8) == turn % 8).reshape(2, 4).astype(int), 1, 1)
@@ -318,11 +318,11 @@ def test_a_swap_takes_the_place_of_another():
     pages, version, ledger = cache.table.copy(), cache.version, allocator.ledger()
     for _ in range(4 * RANK_STEPS):
         cache.observe(np.array([[1, 0, 0, 1], [1, 1, 0, 0]]), 1, 1)
-    (copy,) = cache.swap(5)
+    (copy,) = cache.swap()
     assert copy == (0, 3, tuple(pages[0, 1].tolist()))
     assert _residents(cache) == [[0, 3], [0, 1]] and cache.version != version
     assert cache.table[0, 3].tolist() == list(copy.pages) and (cache.table[0, 1] == HOST).all()
-    assert allocator.ledger() == ledger and cache.swap(5) == []
+    assert allocator.ledger() == ledger and cache.swap() == []
 
 
 def test_one_accident_swaps_nothing():
@@ -331,55 +331,68 @@ def test_one_accident_swaps_nothing():
     for number in range(4 * RANK_STEPS):
         often = np.array([[1, 1, 0, 0], [1, 1, 0, 0]])
         cache.observe(often[:, ::-1] if number == 9 else often, 1, 1)
-        assert cache.swap(5) == []
+        assert cache.swap() == []
 
 
-@given(seed=st.integers(0, 2**32 - 1), resident=st.integers(4, 12), most=st.integers(1, 5))
-def test_swaps_find_what_is_hot_and_then_end(seed: int, resident: int, most: int):
-    """A quarter of each layer gets nine tenths: it becomes resident, at most `most` a pass, floors and ledger as they were."""
+@given(seed=st.integers(0, 2**32 - 1), resident=st.integers(4, 12))
+def test_swaps_find_what_is_hot_and_then_end(seed: int, resident: int):
+    """A quarter of each layer gets nine tenths: it becomes resident, few at once, floors and ledger as they were."""
     layers, experts, k, hot = 3, 16, 2, 4
     rng = np.random.default_rng(seed)
-    shares = np.stack(
-        [
-            rng.permutation(np.repeat([0.9 / hot, 0.1 / (experts - hot)], [hot, experts - hot]))
-            for _ in range(layers)
-        ]
-    )
+    weights = np.repeat([0.9 / hot, 0.1 / (experts - hot)], [hot, experts - hot])
+    shares = np.stack([rng.permutation(weights) for _ in range(layers)])
     cache, allocator = _cache(
         pages=layers * resident * MATRICES,
         expert_offload_limit=experts - resident,
         policy=_online(layers, experts, k),
     )
     cache.fill(keep_free_pages=0)
-    ledger, copies, late = allocator.ledger(), 0, 0
-    for number in range(400):
+    ledger, swaps = allocator.ledger(), []
+    for _ in range(300):
         _next_pass(cache, allocator)
-        swapped = cache.swap(most)
-        assert len(swapped) <= most
-        copies, late = copies + len(swapped), late + len(swapped) * (number >= 300)
+        swaps.append(len(cache.swap()))
         assert (cache.resident.sum(axis=1) == resident).all() and allocator.ledger() == ledger
         cache.observe(_route(rng, shares, k), 1, 1)
     wanted = np.argsort(-shares, axis=1, kind="stable")[:, :hot]
     assert np.take_along_axis(cache.resident, wanted, axis=1).all()
-    assert copies <= 2 * layers * hot and late <= 2
+    assert max(swaps) <= 1 and sum(swaps) <= 3 * layers * hot and sum(swaps[200:]) <= 4
 
 
-@given(seed=st.integers(0, 2**32 - 1), rows=st.sampled_from([1, 8]))
-def test_nothing_is_swapped_when_all_are_alike(seed: int, rows: int):
-    layers, experts, k = 6, 32, 4
-    even = np.full((layers, experts), 1 / experts)
-    rng = np.random.default_rng(seed)
+@pytest.mark.parametrize("rows", [1, 8])
+def test_noise_swaps_next_to_nothing(rows: int):
+    layers, experts, k, steps = 6, 32, 4, 400
+    rng, even = np.random.default_rng(rows), np.full((layers, experts), 1 / experts)
     cache, allocator = _cache(
         pages=layers * 16 * MATRICES, expert_offload_limit=16, policy=_online(layers, experts, k)
     )
     cache.fill(keep_free_pages=0)
-    swapped = 0
-    for _ in range(200):
+    swaps = reads = 0
+    for _ in range(steps):
         _next_pass(cache, allocator)
-        swapped += len(cache.swap(5))
+        swaps += len(cache.swap())
         counts = np.sum([_route(rng, even, k) for _ in range(rows)], axis=0)
+        reads += np.count_nonzero(counts[~cache.resident])
         cache.observe(counts, rows, rows)
-    assert swapped <= 1
+    assert swaps < 0.01 * reads
+
+
+def test_no_step_swaps_more_than_an_eighth_of_what_it_reads():
+    layers, experts, k = 12, 64, 8
+    cache, allocator = _cache(
+        pages=layers * 32 * MATRICES, expert_offload_limit=32, policy=_online(layers, experts, k)
+    )
+    cache.fill(keep_free_pages=0)
+    absent = np.zeros((layers, experts), int)
+    absent[:, -k:] = 1
+    swaps = []
+    for _ in range(60):
+        _next_pass(cache, allocator)
+        reads = np.count_nonzero(absent[~cache.resident])
+        swaps.append(len(cache.swap()))
+        # What is expected to be read lags behind what is: a ranking holds for eight steps.
+        assert swaps[-1] <= max(1, layers * k / 8)
+        cache.observe(absent, 1, 1)
+    assert reads == 0 and sum(swaps) == layers * k and swaps[-1] == 0
 
 
 def test_loading_buffers_follow_what_is_routed():
