@@ -49,9 +49,9 @@ class EngineConfig:
     expert_prefetch: Prefetch = "auto"
     """Absent experts that a step copies into loading buffers ahead of their layer: all that these hold, none, or all
     if most of them will be chosen. The others are read from the host in place."""
-    expert_cache_policy: CachePolicy = "hotset"
-    """Which experts stay: by an offline profile ("hotset"), corrected by what is routed ("online"), or the last used
-    ("lru")."""
+    expert_cache_policy: CachePolicy = "online"
+    """Which experts stay: by the profile, corrected by what requests choose ("online"); by the profile alone ("hotset");
+    or the last used ("lru")."""
     expert_hotset_path: str | None = None
     """Profile written by `rimuru hotset record`. None: all experts count as equally likely."""
     adjuster_policy: AdjusterPolicy = "throughput"

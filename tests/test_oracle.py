@@ -127,7 +127,8 @@ class TestOracle:
         static = engine(name, memory_policy="static")
         assert static.experts.resident.all()
         check_tokens(run(static, name), name)
-        check_tokens(run(engine(name, memory_policy="elastic", expert_cache_policy="lru"), name), name)
+        for policy in ("online", "hotset", "lru"):
+            check_tokens(run(engine(name, memory_policy="elastic", expert_cache_policy=policy), name), name)
 
     @pytest.mark.parametrize("policy", ["static", "fixed", "elastic"])
     def test_preempted_and_resumed(self, name: str, policy: str):

@@ -162,7 +162,7 @@ def engine_options(
     expert_cache_policy: Annotated[
         Literal["online", "hotset", "lru"],
         typer.Option(
-            help="Which experts stay: by a hotset profile, by that and what is routed now, or the last used."
+            help="Which experts stay: by a profile and what requests choose, by the profile alone, or the last used."
         ),
     ] = DEFAULTS.expert_cache_policy,
     expert_hotset_path: Annotated[

@@ -187,31 +187,20 @@ class ExpertCache:
         self._follow_policy()
 
     def expand(self, n: int) -> list[ExpertCopy]:
-        """Take pages for the `n` most probable absent experts; shown in the table from the next pass on.
+        """Take pages for the `n` most probable absent experts (see `_choose`); shown in the table from the next pass on.
 
         Returns the copies for the step being planned; none when fewer experts are absent or fewer pages are free.
         """
-        order = self._order()
-        absent = order[~self._held.ravel()[order]][:n]
+        absent = self._choose(n, ~self._held, likely=True)
         copies = self._take(absent) if len(absent) == n else None
         self._arriving += copies or []
         return copies or []
 
     def shrink(self, n: int) -> int:
         """Give up the `n` least probable resident experts that are above their layer's floor; return how many."""
-        experts = self.resident.shape[1]
-        spare = self._per_layer - self.floor
-        last = self._order()[::-1]
-        candidates = last[(self.resident & (spare > 0)[:, None]).ravel()[last].nonzero()[0]]
-        victims: list[int] = []
-        for candidate in candidates:
-            if len(victims) == n:
-                break
-            if spare[candidate // experts] > 0:
-                spare[candidate // experts] -= 1
-                victims.append(candidate)
-        if victims:
-            where = np.divmod(np.array(victims), experts)
+        victims = self._choose(n, self.resident, likely=False)
+        if len(victims):
+            where = np.divmod(victims, self.resident.shape[1])
             self._allocator.free(EXPERTS, EXPERT, self.table[where].ravel(), delay=self._reclaim_delay)
             self.table[where] = HOST
             self.resident[where] = self._held[where] = False
@@ -341,11 +330,46 @@ class ExpertCache:
 
     def _order(self) -> np.ndarray:
         """All experts as layer * E + expert, most worth keeping first."""
+        layers, experts = self.resident.shape
+        expert, layer = np.divmod(np.argsort(-self._policy.scores().T, axis=None, kind="stable"), layers)
+        return layer * experts + expert
+
+    def _choose(self, n: int, candidates: np.ndarray, *, likely: bool) -> np.ndarray:
+        """Up to `n` of the candidates as layer * E + expert: most worth keeping first if `likely`, else last.
+
+        Where the policy sees no clear difference the layer decides that has the fewest experts, or the most: what a
+        layer fetches hides behind what one layer computes, so that many absent from one cost more than few from each.
+        """
+        scores = self._policy.scores()
         if self._ranked is None or self._ranked[0] != self._policy.version:
-            layers, experts = self.resident.shape
-            expert, layer = np.divmod(np.argsort(-self._policy.scores().T, axis=None, kind="stable"), layers)
-            self._ranked = (self._policy.version, layer * experts + expert)
-        return self._ranked[1]
+            self._ranked = (self._policy.version, np.argsort(-scores, axis=1, kind="stable"))
+        order = self._ranked[1] if likely else self._ranked[1][:, ::-1]
+        left = np.take_along_axis(candidates, order, axis=1)
+        held = self._held.sum(axis=1) if likely else self._per_layer.copy()
+        sign = 1 if likely else -1
+        head = left.argmax(axis=1)
+        rows = np.arange(len(left))
+        expert = order[rows, head]
+        score = scores[rows, expert]
+        chosen: list[int] = []
+        for _ in range(n):
+            usable = left[rows, head] if likely else left[rows, head] & (held > self.floor)
+            layers = np.flatnonzero(usable)
+            if not len(layers):
+                break
+            values = score[layers]
+            if likely:
+                equal = layers[~self._policy.clearly_above(values.max(), values)]
+            else:
+                equal = layers[~self._policy.clearly_above(values, values.min())]
+            layer = equal[np.lexsort((sign * equal, -sign * score[equal], sign * held[equal]))[0]]
+            chosen.append(layer * left.shape[1] + expert[layer])
+            left[layer, head[layer]] = False
+            head[layer] = left[layer].argmax()
+            expert[layer] = order[layer, head[layer]]
+            score[layer] = scores[layer, expert[layer]]
+            held[layer] += sign
+        return np.array(chosen, np.int64)
 
     def _take(self, chosen: np.ndarray) -> list[ExpertCopy] | None:
         """Pages for the chosen experts (layer * E + expert), all or none."""

@@ -31,6 +31,10 @@ class ResidencyPolicy(Protocol):
         """float64[L, E]: higher is more worth keeping. Ties go to the lower expert id, then the lower layer."""
         ...
 
+    def clearly_above(self, higher: np.ndarray, lower: np.ndarray) -> np.ndarray:
+        """bool[...]: whether scores are different, as far as the policy can tell."""
+        ...
+
     def worth_swapping(self, coming: np.ndarray, going: np.ndarray) -> np.ndarray:
         """bool[...]: whether to copy experts with scores `coming` over others with scores `going`.
 
@@ -52,6 +56,9 @@ class HotsetPolicy:
 
     def scores(self) -> np.ndarray:
         return self._scores
+
+    def clearly_above(self, higher: np.ndarray, lower: np.ndarray) -> np.ndarray:
+        return higher > lower
 
     def worth_swapping(self, coming: np.ndarray, going: np.ndarray) -> np.ndarray:
         del going
@@ -77,6 +84,9 @@ class LruPolicy:
 
     def scores(self) -> np.ndarray:
         return self._scores
+
+    def clearly_above(self, higher: np.ndarray, lower: np.ndarray) -> np.ndarray:
+        return higher > lower
 
     def worth_swapping(self, coming: np.ndarray, going: np.ndarray) -> np.ndarray:
         del going
@@ -115,12 +125,16 @@ class OnlinePolicy:
     def scores(self) -> np.ndarray:
         return self._scores
 
+    def clearly_above(self, higher: np.ndarray, lower: np.ndarray) -> np.ndarray:
+        if not self._steps:
+            return higher > lower  # the profile says so
+        # Fading evidence of n steps varies like an even mean of 2 n.
+        variance = (higher * (1 - higher) + lower * (1 - lower)) / (2 * (self._steps + PRIOR_STEPS))
+        return higher - lower > CLEARLY * np.sqrt(variance)
+
     def worth_swapping(self, coming: np.ndarray, going: np.ndarray) -> np.ndarray:
         """Whether the difference is clearly more than noise, and saves more reads than the copy within `HALF_LIFE`."""
-        gain = coming - going
-        # Fading evidence of n steps varies like an even mean of 2 n.
-        variance = (coming * (1 - coming) + going * (1 - going)) / (2 * (self._steps + PRIOR_STEPS))
-        return (gain * HALF_LIFE > 1) & (gain > CLEARLY * np.sqrt(variance))
+        return ((coming - going) * HALF_LIFE > 1) & self.clearly_above(coming, going)
 
     def observe(self, counts: np.ndarray, tokens: int, rows: int) -> None:
         steps = min(tokens / rows, MOST_STEPS)

@@ -416,3 +416,23 @@ def test_every_kind_gets_its_minimum_whoever_holds_the_rest(kind, hoard):
     assert len(newcomer.output_token_ids) == 3
     world.drain()
     world.check_idle()
+
+
+def test_nobody_waits_for_swaps():
+    """Step by step the same tokens for the same requests, whether experts are exchanged under them or not."""
+    plans: dict[str, list[list[tuple[str, int, int, bool]]]] = {}
+    for policy in ("hotset", "online"):
+        world = _world(memory_policy="elastic", layers=3, experts=8, offload=6, pages=40, cache_policy=policy)
+        rng = np.random.default_rng(3)
+        plans[policy] = []
+        for number in range(120):
+            if number % 10 == 0:
+                world.add(int(rng.integers(2, 30)), int(rng.integers(4, 30)))
+            plans[policy].append(_chunks(world.step()))
+            # What is chosen moves on to other experts, of which some are away.
+            counts = np.zeros((3, 8), int)
+            counts[:, [number // 40, 7 - number // 40]] = 1
+            world.cache.observe(counts, 1, 1)
+        assert (world.metrics.counters["expert_swaps"] > 0) == (policy == "online")
+        assert world.metrics.counters["expert_shrinks"] > 0
+    assert plans["online"] == plans["hotset"]
