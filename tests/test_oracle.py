@@ -97,7 +97,7 @@ class TestOracle:
     def test_one_token_at_a_time_chooses_the_same_experts(self, name: str):
         one = engine(name, max_num_batched_tokens=1, max_num_seqs=1)
         steps = []
-        one.experts.observe = lambda counts: steps.append(counts.copy())
+        one.experts.observe = lambda counts, tokens, rows: steps.append(counts.copy())
         check_tokens(run(one, name), name)
         # Prompts run one after another; each token but the last is computed, in a step of its own.
         first = sum(len(p) + 23 for p in case(name).prompts[: oracle.LONGEST])
