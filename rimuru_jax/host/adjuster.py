@@ -43,7 +43,7 @@ class PageBalance:
       returning: pages freed earlier that become free in later passes.
       reserved: pages promised to expansions but not yet taken from `free`.
       demand: pages that running requests lack now or need in the next pass, plus the need of the head of the
-        queue.
+        queue ("throughput": of as many waiting requests as one step can begin with).
       shrinkable: experts resident above the floor of their layers.
       absent: experts not resident.
       released: pages of loading buffers that nobody needs any more once `release_after` experts are resident again.

@@ -354,8 +354,11 @@ class Scheduler:
             short = short_of_head
             if short is None:
                 short = allocator.shortfall(self._demands_with(self.waiting[0]))
-            if self.running and short > returning + shrinkable * cache.matrices:
+            most = returning + shrinkable * cache.matrices
+            if self.running and short > most:
                 short = None  # all experts would not do: it waits for completions
+            elif self._most_absent is not None:
+                short = self._short_of_queue(short, most)
         if short is None:
             short = allocator.shortfall(self._batch.next_demands())
         balance = PageBalance(
@@ -388,6 +391,23 @@ class Scheduler:
             metrics.add("expert_reversals", int(move == -self._last_move))
             self._last_move = move
         return copies
+
+    def _short_of_queue(self, short: int, most: int) -> int:
+        """The shortfall of as many waiting requests as one step can begin with, at most `most` pages; `short` is that of
+        the first. Were it for the first alone, a burst would be let in one request per step, however long that takes.
+        """
+        head, *others = self.waiting
+        demands, tokens = self._demands_with(head), head.num_tokens
+        for request in others[: self.config.max_num_seqs - len(self.running) - 1]:
+            if tokens >= self.config.max_num_batched_tokens or request.num_preemptions:
+                break
+            tokens += request.num_tokens
+            demands.append((request.handle, self._batch.demand(request.num_tokens)))
+            more = self._allocator.shortfall(demands)
+            if more > most:
+                break
+            short = more
+        return short
 
     def _review(self) -> None:
         """Settle how many experts may be absent for the next passes, if that is for "throughput" to say."""

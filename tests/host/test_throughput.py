@@ -109,3 +109,33 @@ def test_experts_go_while_fetching_them_hides():
     cheap = (1.0, 1.0, 1.0)
     greedy, frugal = (most_at_once(busy_world(policy, cheap)) for policy in ("watermark", "throughput"))
     assert frugal[0] == greedy[0] and frugal[1] >= 4
+
+
+def passes_to_take_in(burst: int, policy: str, max_num_batched_tokens: int) -> int:
+    """Until a burst of 40-token prompts runs, in a pool that is full of experts when it comes; fetching hides."""
+    setup = Setup(
+        pages=72, layers=4, experts=8, offload=7, buffers=0, max_num_seqs=8, max_model_len=64,
+        max_num_batched_tokens=max_num_batched_tokens, adjuster_policy=policy,  # type: ignore[arg-type]
+    )  # fmt: skip
+    world = World(setup)
+    seconds = (1.0, 1.0, 1.0)
+    world.scheduler.step_costs = StepCosts(requests=(1, 8), absent=(0, 1, 8), seconds=(seconds, seconds))
+    for _ in range(2):
+        world.add(4, 40)
+    world.run(20)
+    for _ in range(burst):
+        world.add(40, 20)
+    passes = 0
+    while len(world.scheduler.running) < 2 + burst:
+        world.step()
+        passes += 1
+    world.drain()
+    world.check_idle()
+    return passes
+
+
+def test_a_burst_gets_room_for_as_many_as_a_step_begins():
+    """Not for one after another: pages come back a pass after they were given up."""
+    assert passes_to_take_in(6, "throughput", 256) <= 5
+    assert passes_to_take_in(6, "watermark", 256) >= 6
+    assert passes_to_take_in(6, "throughput", 42) >= 6  # a prompt a step
