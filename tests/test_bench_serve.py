@@ -172,8 +172,12 @@ def test_traces_in_both_formats(tmp_path):
         assert [request.output_tokens for request in (one, two, three)] == [5, 6, 1]
         assert one.prompt[:512] == two.prompt[:512] and one.prompt[512:600] != two.prompt[512:600]
         assert len(workload.trace_requests(maker, tmp_path / name, 2)) == 2
+    (tmp_path / "lengths.csv").write_text("input_tokens,output_tokens\n5,3\n9,0\n")
+    lengths = workload.trace_lengths(tmp_path / "lengths.csv", 10)
+    assert [(r.prompt_tokens, r.output_tokens, r.arrival) for r in lengths] == [(5, 3, None), (9, 1, None)]
+    assert workload.arrivals(lengths, math.inf, 1.0, 0) == [0.0, 0.0]
     (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=r"bad.csv is no trace: wanted CSV with arrival_s"):
+    with pytest.raises(ValueError, match=r"bad.csv is no trace: wanted CSV with input_tokens"):
         workload.trace_requests(maker, tmp_path / "bad.csv", 1)
 
 

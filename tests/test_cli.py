@@ -360,7 +360,7 @@ def test_bench_counts_what_it_was_asked_for(run, bare, tmp_path):
     assert status == 2 and "has 3 requests, but num_prompts is 4" in err
     trace.write_text("a,b\n1,2\n")
     status, _, err = run(*asked)
-    assert status == 2 and "has the columns a, b, but input_tokens and output_tokens" in err
+    assert status == 2 and "trace.csv is no trace: wanted CSV with input_tokens" in err
     for command, option in (
         ("latency", "batch-size"),
         ("latency", "num-iters"),

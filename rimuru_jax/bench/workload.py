@@ -4,7 +4,7 @@ import csv
 import gzip
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,70 +163,63 @@ def random_requests(
 def trace_requests(maker: PromptMaker, path: Path, count: int) -> list[BenchRequest]:
     """The first `count` requests of a trace, with random prompts of its lengths; equal prefix blocks are equal tokens.
 
-    Traces are CSV (`arrival_s`, `input_tokens`, `output_tokens`, optionally `prefix_block_ids`) or Mooncake's JSON
+    Traces are CSV (`input_tokens`, `output_tokens`, optionally `arrival_s` and `prefix_block_ids`) or Mooncake's JSON
     lines (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`), plain or gzipped.
     """
     requests: list[BenchRequest] = []
-    first = None
-    for number, row in enumerate(_trace_rows(path)):
-        if number == count:
-            break
-        arrival, inputs, outputs, blocks = row
-        first = arrival if first is None else first
+    for number, (arrival, inputs, outputs, blocks) in enumerate(_trace_rows(path, count)):
         left, parts = max(1, inputs), []
         for block in blocks:
             parts.append((block + 1, min(PREFIX_BLOCK_TOKENS, left)))
             left -= parts[-1][1]
         parts.append((-number % 2**32, left))  # what no other request has
-        requests.append(BenchRequest(maker.make(parts), max(1, inputs), max(1, outputs), arrival - first))
-    if not requests:
-        raise ValueError(f"{path} holds no requests")
+        requests.append(BenchRequest(maker.make(parts), max(1, inputs), max(1, outputs), arrival))
     return requests
 
 
 def trace_lengths(path: Path, count: int) -> list[BenchRequest]:
     """The same without prompts."""
-    rows = list(itertools.islice(_trace_rows(path), count))
+    return [
+        BenchRequest([], max(1, inputs), max(1, outputs), arrival)
+        for arrival, inputs, outputs, _ in _trace_rows(path, count)
+    ]
+
+
+def _trace_rows(path: Path, count: int) -> list[tuple[float | None, int, int, list[int]]]:
+    """Seconds after the first request if the trace says when they came, input and output tokens, prefix blocks."""
+    if not path.is_file():
+        raise ValueError(f"{path} is no file")
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    names = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    parse = _csv_rows if names[-1:] == [".csv"] else _json_rows
+    with opened(path, "rt") as text:
+        try:
+            rows = list(itertools.islice(parse(text), count))
+        except (KeyError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"{path} is no trace: wanted CSV with input_tokens, output_tokens and perhaps arrival_s, or JSON lines "
+                f"with timestamp, input_length and output_length ({error!r:.100})"
+            ) from error
     if not rows:
         raise ValueError(f"{path} holds no requests")
     first = rows[0][0]
     return [
-        BenchRequest([], max(1, inputs), max(1, outputs), arrival - first)
-        for arrival, inputs, outputs, _ in rows
+        (None if time is None else time - (first or 0.0), inputs, outputs, blocks)
+        for time, inputs, outputs, blocks in rows
     ]
 
 
-def _trace_rows(path: Path) -> Iterator[tuple[float, int, int, list[int]]]:
-    """Arrival in seconds, input and output tokens, prefix blocks."""
-    if not path.is_file():
-        raise ValueError(f"{path} is no file")
-    opened: Any = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt") as text:
-        names = [suffix for suffix in path.suffixes if suffix != ".gz"]
-        try:
-            if names[-1:] == [".csv"]:
-                for row in csv.DictReader(text):
-                    blocks = [int(block) for block in (row.get("prefix_block_ids") or "").split()]
-                    yield (
-                        float(row["arrival_s"]),
-                        int(row["input_tokens"]),
-                        int(row["output_tokens"]),
-                        blocks,
-                    )
-            else:
-                for line in text:
-                    row = json.loads(line)
-                    yield (
-                        row["timestamp"] / 1000,
-                        row["input_length"],
-                        row["output_length"],
-                        row.get("hash_ids", []),
-                    )
-        except (KeyError, ValueError, TypeError) as error:
-            raise ValueError(
-                f"{path} is no trace: wanted CSV with arrival_s, input_tokens and output_tokens, or JSON lines with "
-                f"timestamp, input_length and output_length ({error!r:.100})"
-            ) from error
+def _csv_rows(text: Iterable[str]) -> Iterator[tuple[float | None, int, int, list[int]]]:
+    for row in csv.DictReader(text):
+        blocks = [int(block) for block in (row.get("prefix_block_ids") or "").split()]
+        time = float(row["arrival_s"]) if "arrival_s" in row else None
+        yield time, int(row["input_tokens"]), int(row["output_tokens"]), blocks
+
+
+def _json_rows(text: Iterable[str]) -> Iterator[tuple[float | None, int, int, list[int]]]:
+    for line in text:
+        row = json.loads(line)
+        yield row["timestamp"] / 1000, row["input_length"], row["output_length"], row.get("hash_ids", [])
 
 
 def custom_requests(

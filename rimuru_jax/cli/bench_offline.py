@@ -1,6 +1,5 @@
 """`rimuru bench latency` and `throughput`: how fast an engine of this process is, in vLLM's arguments and results."""
 
-import csv
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -81,7 +80,9 @@ def throughput(
     num_prompts: Annotated[int, typer.Option(help="Requests, all there from the start.")] = 100,
     dataset_path: Annotated[
         Path | None,
-        typer.Option(help="CSV with columns input_tokens and output_tokens, in place of fixed lengths."),
+        typer.Option(
+            help="Lengths of a trace (CSV with input_tokens and output_tokens, or JSON lines) in place of fixed ones."
+        ),
     ] = None,
     output_json: OutputJson = None,
     *,
@@ -115,20 +116,13 @@ def throughput(
 
 
 def read_lengths(path: Path, count: int) -> list[tuple[int, int]]:
-    """The first `count` (prompt, output) lengths of a CSV. Raises ValueError, in one sentence, for another file."""
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        columns = reader.fieldnames or []
-        try:
-            lengths = [(int(row["input_tokens"]), int(row["output_tokens"])) for row in reader]
-        except (KeyError, ValueError) as error:
-            raise ValueError(
-                f"{path} has the columns {', '.join(columns)}, but input_tokens and output_tokens with whole numbers "
-                f"are wanted ({error})"
-            ) from error
-    if len(lengths) < count:
-        raise ValueError(f"{path} has {len(lengths)} requests, but num_prompts is {count}")
-    return lengths[:count]
+    """The first `count` (prompt, output) lengths of a trace. Raises ValueError, in one sentence, if there are fewer."""
+    from rimuru_jax.bench.workload import trace_lengths
+
+    requests = trace_lengths(path, count)
+    if len(requests) < count:
+        raise ValueError(f"{path} has {len(requests)} requests, but num_prompts is {count}")
+    return [(request.prompt_tokens, request.output_tokens) for request in requests]
 
 
 def random_requests(
