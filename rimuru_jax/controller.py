@@ -29,9 +29,15 @@ class HostController:
 
     @classmethod
     def build(
-        cls, model: ModelConfig, config: EngineConfig, plan: PoolPlan, profile: HotsetProfile
+        cls,
+        model: ModelConfig,
+        config: EngineConfig,
+        plan: PoolPlan,
+        profile: HotsetProfile,
+        allocator: PageAllocator | None = None,
     ) -> "HostController":
-        allocator, metrics = PageAllocator(plan.layout, plan.num_huge_pages), Metrics()
+        """Over an `allocator` of the plan's pool, if it is not the usual one."""
+        allocator, metrics = allocator or PageAllocator(plan.layout, plan.num_huge_pages), Metrics()
         page_tables = PageTables(plan.layout, config.max_num_seqs, plan.max_model_len)
         experts = ExpertCache(
             num_layers=len(model.moe_layers),

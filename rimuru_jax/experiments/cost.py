@@ -40,10 +40,20 @@ class CostModel:
 
     Args:
         popularity: float64[L, E], share of a layer's (token, choice) pairs that each expert gets; rows sum to 1.
+        fused: whether the experts' kernel finds weights wherever they lie and fetches while it computes. If not, the
+            weights that a layer needs are first copied side by side, from pool and host, and then multiplied.
     """
 
-    def __init__(self, model: ModelConfig, size: ElementBytes, card: Card, popularity: np.ndarray) -> None:
-        self.model, self.card, self._size = model, card, size
+    def __init__(
+        self,
+        model: ModelConfig,
+        size: ElementBytes,
+        card: Card,
+        popularity: np.ndarray,
+        *,
+        fused: bool = True,
+    ) -> None:
+        self.model, self.card, self._size, self._fused = model, card, size, fused
         moe = model.moe
         self.expert_bytes = moe.matrices * moe.intermediate_size * model.hidden_size * size.weight
         # A token takes each expert at most once, so that no expert gets more than one of its choices.
@@ -83,6 +93,12 @@ class CostModel:
         experts, touched = self._experts(tokens)
         # What one layer computes is shared out evenly; what it fetches is its own.
         other = (dense + mixing + fixed) / len(model.moe_layers)
+        if not self._fused:
+            host_bytes = self.expert_bytes * np.where(resident, 0.0, touched).sum(axis=1)
+            gathered = self.expert_bytes * np.where(resident, touched, 0.0).sum(axis=1)
+            host = host_bytes / card.host_rate
+            seconds = float(np.sum(other + experts + host + 2 * gathered / card.memory_rate))
+            return StepTime(seconds, float(host.sum()), float(host_bytes.sum()), touched)
         in_place = np.where(resident | loaded, 0.0, touched)
         reads = np.maximum(1.0, self._chance * tokens / TILE_TOKENS)
         host_bytes = self.expert_bytes * (loaded.sum(axis=1) + (in_place * reads).sum(axis=1))

@@ -23,8 +23,10 @@ from rimuru_jax.controller import (
 )
 from rimuru_jax.experiments.cards import Card
 from rimuru_jax.experiments.cost import CostModel, Work
+from rimuru_jax.host.allocator import PageAllocator
 from rimuru_jax.host.hotset import HotsetProfile
 from rimuru_jax.host.page_layout import EXPERT
+from rimuru_jax.host.pool_plan import PoolPlan
 from rimuru_jax.host.prefetch import loads_ahead
 from rimuru_jax.host.request import Request
 from rimuru_jax.host.throughput import StepCosts
@@ -63,12 +65,25 @@ class Timeline:
     pool_bytes: dict[str, list[int]] = field(default_factory=dict)
     """In use by each kind of page, "free" for the rest."""
 
+    def thinned(self, entries: int) -> dict[str, Any]:
+        """As lists, with at most so many entries."""
+        steps = np.unique(np.linspace(0, len(self.seconds) - 1, entries).astype(int)).tolist()
+
+        def chosen(values: Any) -> Any:
+            if isinstance(values, dict):
+                return {name: chosen(column) for name, column in values.items()}
+            return [values[step] for step in steps]
+
+        return {name: chosen(column) for name, column in dataclasses.asdict(self).items()}
+
 
 @dataclass(slots=True)
 class SimulationResult:
     requests: list[BenchResult]
     timeline: Timeline
     counters: dict[str, int | float]
+    experts: int
+    """Of all layers."""
 
     @property
     def seconds(self) -> float:
@@ -82,13 +97,14 @@ class SimulationResult:
     def peak_running(self) -> int:
         return max(self.timeline.running, default=0)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, listed_steps: int | None = None) -> dict[str, Any]:
+        """Of the timeline at most `listed_steps` entries, evenly chosen."""
         return {
             "seconds": self.seconds,
             "steps": self.steps,
             "peak_running": self.peak_running,
             "counters": self.counters,
-            "timeline": dataclasses.asdict(self.timeline),
+            "timeline": self.timeline.thinned(listed_steps or self.steps),
         }
 
 
@@ -119,6 +135,8 @@ class Simulation:
         config: as for an `Engine`; `page_pool_bytes` must be given.
         shares: float64[L, E], see `popularity`.
         profile: what residency follows; None: the one that `config` names, or the uniform one.
+        fused: see `CostModel`.
+        allocator: makes the allocator of a pool; None: the engine's.
 
     Raises ValueError in one sentence when the pool is too small.
     """
@@ -130,15 +148,20 @@ class Simulation:
         card: Card,
         shares: np.ndarray,
         profile: HotsetProfile | None = None,
+        *,
+        fused: bool = True,
+        allocator: Callable[[PoolPlan], PageAllocator] | None = None,
     ) -> None:
         if config.page_pool_bytes is None:
             raise ValueError("a simulation needs page_pool_bytes: no device says how much memory there is")
         self.plan = plan_for(model, config)
         self._model, self._config, self._card = model, config, card
-        self._cost = CostModel(model, element_bytes(config), card, shares)
+        self._cost = CostModel(model, element_bytes(config), card, shares, fused=fused)
         self._rng = np.random.default_rng(0)
         profile = profile or hotset_profile(model, config.expert_hotset_path)
-        host = HostController.build(model, config, self.plan, profile)
+        host = HostController.build(
+            model, config, self.plan, profile, allocator(self.plan) if allocator else None
+        )
         self._allocator, self._tables, self._experts = host.allocator, host.page_tables, host.experts
         self._scheduler, self.metrics = host.scheduler, host.metrics
         self._experts.fill(self.plan.pages_kept_free)
@@ -192,7 +215,7 @@ class Simulation:
                     finished += 1
             self._record(timeline, now, sum(chunk.num_tokens for chunk in plan.chunks), fetched)
             progress(finished)
-        return SimulationResult(results, timeline, dict(self.metrics.counters))
+        return SimulationResult(results, timeline, dict(self.metrics.counters), self._experts.num_experts)
 
     def _measure(self, max_num_seqs: int) -> StepCosts:
         """What an engine measures when it warms up: decodes with the same number of experts away from every layer."""

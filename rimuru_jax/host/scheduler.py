@@ -412,13 +412,19 @@ class Scheduler:
     def _review(self) -> None:
         """Settle how many experts may be absent for the next passes, if that is for "throughput" to say."""
         policy, costs = self.config.adjuster_policy, self.step_costs
-        if policy == "watermark" or costs is None or len(self.running) < 2:
+        if policy == "watermark" or costs is None or len(self.running) + len(self.waiting) < 2:
             self._most_absent = None
         elif self._most_absent is None or self._batch.step % REVIEW_PASSES == 0:
             allocator, cache = self._allocator, self._cache
             held = (cache.num_experts - cache.absent_experts) * cache.matrices + cache.buffer_pages.size
             of_requests = allocator.capacity_expert_pages - held
             of_requests -= allocator.free_expert_pages + allocator.returning_expert_pages
+            known = len(self.running)
+            if self.waiting:
+                head = self.waiting[0]
+                demand = (head.handle, self._batch.demand(head.num_tokens))
+                of_requests += allocator.shortfall([demand]) + allocator.free_expert_pages
+                known += 1
             self._most_absent = most_absent(
                 costs,
                 capacity=allocator.capacity_expert_pages,
@@ -427,7 +433,7 @@ class Scheduler:
                 matrices=cache.matrices,
                 buffer_experts=cache.buffer_experts,
                 limit=cache.absent_experts + cache.shrinkable_experts,
-                pages_per_request=max(1, of_requests) / len(self.running),
+                pages_per_request=max(1, of_requests) / known,
                 requests=min(self.config.max_num_seqs, len(self.running) + len(self.waiting)),
             )
 

@@ -71,6 +71,19 @@ def test_in_place_fetches_only_what_is_touched():
     assert popular.step(rows, hot, NONE).host_bytes < 0.5 * popular.step(rows, ~hot, NONE).host_bytes
 
 
+def test_without_the_kernel_weights_are_copied_before_they_are_read():
+    """Twice more over the memory for those in the pool, and nothing hides behind anything for those that are not."""
+    rows = [Work(1, 100)] * 64
+    card, touched = CARDS["h200"], cost().step(rows, ~NONE, NONE).touched
+    loose = CostModel(QWEN3, ElementBytes(), card, popularity(QWEN3, 0.0), fused=False)
+    expert = 3 * 2 * 768 * 2048
+    more = loose.step(rows, ~NONE, NONE).seconds - cost().step(rows, ~NONE, NONE).seconds
+    assert more == pytest.approx(2 * expert * touched.sum() / card.memory_rate)
+    away_from_all = loose.step(rows, away(64), NONE)
+    assert away_from_all.host_bytes == pytest.approx(expert * touched[:, 64:].sum())
+    assert away_from_all.seconds > away_from_all.host_seconds + cost().step(rows, ~NONE, NONE).seconds
+
+
 def test_decode_floor():
     """All weights once at 4.2 TB/s: 13.9 ms at 64 requests by `peers`' reckoning with 4.3, and fixed costs beside it."""
     free = cost(layer_seconds=0.0, step_seconds=0.0)

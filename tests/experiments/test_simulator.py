@@ -8,10 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rimuru_jax.bench.workload import trace_lengths
 from rimuru_jax.cli import main
 from rimuru_jax.config import EngineConfig
-from rimuru_jax.experiments import case_study
 from rimuru_jax.experiments.cards import CARDS
 from rimuru_jax.experiments.simulator import Arrival, Simulation, matched_profile, popularity
 from rimuru_jax.models.registry import parse_config
@@ -103,17 +101,6 @@ def test_command(tmp_path, capsys):
     assert figures["card"] == dataclasses.asdict(CARDS["rtx-5090"])
     assert len(figures["timeline"]["seconds"]) == figures["steps"]
     assert "Generated tokens" in capsys.readouterr().out
-
-
-def test_case_study(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["case_study", str(CONFIG), "--output", str(tmp_path)])
-    monkeypatch.setattr(case_study, "trace_lengths", lambda path, count: trace_lengths(path, 6))
-    case_study.main()
-    printed = capsys.readouterr().out
-    assert printed.count("\n| ") == 6 and "| elastic, throughput: as far as it pays | 6 |" in printed
-    runs = json.loads((tmp_path / "case_study.json").read_text())["runs"]
-    assert len(runs) == 5 and all(run["counters"]["request_success"] == 6 for run in runs.values())
-    assert (tmp_path / "case_study.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
