@@ -29,7 +29,7 @@ from rimuru_jax.host.page_layout import EXPERT
 from rimuru_jax.host.pool_plan import PoolPlan
 from rimuru_jax.host.prefetch import loads_ahead
 from rimuru_jax.host.request import Request
-from rimuru_jax.host.throughput import StepCosts
+from rimuru_jax.host.throughput import StepCosts, powers
 from rimuru_jax.models.config import ModelConfig
 from rimuru_jax.models.registry import resident_bytes
 
@@ -106,10 +106,6 @@ class SimulationResult:
             "counters": self.counters,
             "timeline": self.timeline.thinned(listed_steps or self.steps),
         }
-
-
-def powers_of_two(limit: int) -> list[int]:
-    return [*(2**i for i in range(limit.bit_length()) if 2**i < limit), limit]
 
 
 def popularity(model: ModelConfig, exponent: float, seed: int = 0) -> np.ndarray:
@@ -220,7 +216,7 @@ class Simulation:
     def _measure(self, max_num_seqs: int) -> StepCosts:
         """What an engine measures when it warms up: decodes with the same number of experts away from every layer."""
         shape, buffers = self._experts.resident.shape, self._experts.buffer_experts
-        requests, absent = powers_of_two(max_num_seqs), [0, *powers_of_two(shape[1])]
+        requests, absent = powers(2, max_num_seqs), [0, *powers(2, shape[1])]
 
         def seconds(rows: int, away: int) -> float:
             number = np.broadcast_to(np.arange(shape[1]), shape)

@@ -39,7 +39,9 @@ from rimuru_jax.host.request import Request, RequestStatus
 from rimuru_jax.host.throughput import StepCosts, most_absent
 
 REVIEW_PASSES = 4
-"""Passes after which "throughput" thinks again about how many experts may be absent."""
+"""Passes after which "throughput" thinks again about how many experts may be absent, if no more requests come before."""
+REVIEWED_REQUESTS = 8
+"""Waiting requests, at most, whose size counts beside that of the running ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,7 @@ class Scheduler:
         self._most_absent: int | None = (
             None  # experts that may be absent in all; None: as many as the floors allow
         )
+        self._reviewed = 0  # requests that there were when that was settled
         self._last_move = 0  # sign of the last change of residency
         self._page_moves: list[PageMove] = []  # of the pass being planned
         self._batch = Batch(
@@ -412,29 +415,28 @@ class Scheduler:
     def _review(self) -> None:
         """Settle how many experts may be absent for the next passes, if that is for "throughput" to say."""
         policy, costs = self.config.adjuster_policy, self.step_costs
-        if policy == "watermark" or costs is None or len(self.running) + len(self.waiting) < 2:
+        wanted = min(self.config.max_num_seqs, len(self.running) + len(self.waiting))
+        if policy == "watermark" or costs is None or wanted < 2:
             self._most_absent = None
-        elif self._most_absent is None or self._batch.step % REVIEW_PASSES == 0:
+        elif self._most_absent is None or wanted > self._reviewed or self._batch.step % REVIEW_PASSES == 0:
+            self._reviewed = wanted
             allocator, cache = self._allocator, self._cache
             held = (cache.num_experts - cache.absent_experts) * cache.matrices + cache.buffer_pages.size
             of_requests = allocator.capacity_expert_pages - held
             of_requests -= allocator.free_expert_pages + allocator.returning_expert_pages
-            known = len(self.running)
-            if self.waiting:
-                head = self.waiting[0]
-                demand = (head.handle, self._batch.demand(head.num_tokens))
-                of_requests += allocator.shortfall([demand]) + allocator.free_expert_pages
-                known += 1
+            coming = self.waiting[:REVIEWED_REQUESTS]
+            demands = [(request.handle, self._batch.demand(request.num_tokens)) for request in coming]
+            of_requests += allocator.shortfall(demands) + allocator.free_expert_pages
             self._most_absent = most_absent(
                 costs,
-                capacity=allocator.capacity_expert_pages,
+                capacity=allocator.capacity_expert_pages - LOW_PAGES - cache.matrices,
                 layers=len(cache.resident),
                 experts=cache.num_experts,
                 matrices=cache.matrices,
                 buffer_experts=cache.buffer_experts,
                 limit=cache.absent_experts + cache.shrinkable_experts,
-                pages_per_request=max(1, of_requests) / known,
-                requests=min(self.config.max_num_seqs, len(self.running) + len(self.waiting)),
+                pages_per_request=max(1, of_requests) / (len(self.running) + len(coming)),
+                requests=wanted,
             )
 
     def _shrinkable(self) -> int:

@@ -126,7 +126,7 @@ def passes_to_take_in(burst: int, policy: str, max_num_batched_tokens: int) -> i
     for _ in range(burst):
         world.add(40, 20)
     passes = 0
-    while len(world.scheduler.running) < 2 + burst:
+    while len(world.scheduler.running) < 2 + burst and passes < 30:
         world.step()
         passes += 1
     world.drain()
@@ -136,6 +136,6 @@ def passes_to_take_in(burst: int, policy: str, max_num_batched_tokens: int) -> i
 
 def test_a_burst_gets_room_for_as_many_as_a_step_begins():
     """Not for one after another: pages come back a pass after they were given up."""
-    assert passes_to_take_in(6, "throughput", 256) <= 5
+    assert passes_to_take_in(6, "throughput", 256) <= 4
     assert passes_to_take_in(6, "watermark", 256) >= 6
     assert passes_to_take_in(6, "throughput", 42) >= 6  # a prompt a step
