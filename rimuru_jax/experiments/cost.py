@@ -98,7 +98,7 @@ class CostModel:
             gathered = self.expert_bytes * np.where(resident, touched, 0.0).sum(axis=1)
             host = host_bytes / card.host_rate
             seconds = float(np.sum(other + experts + host + 2 * gathered / card.memory_rate))
-            return StepTime(seconds, float(host.sum()), float(host_bytes.sum()), touched)
+            return StepTime(seconds, float(host.sum()), float(host_bytes.sum()))
         in_place = np.where(resident | loaded, 0.0, touched)
         reads = np.maximum(1.0, self._chance * tokens / TILE_TOKENS)
         host_bytes = self.expert_bytes * (loaded.sum(axis=1) + (in_place * reads).sum(axis=1))

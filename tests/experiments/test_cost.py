@@ -74,7 +74,7 @@ def test_in_place_fetches_only_what_is_touched():
 def test_without_the_kernel_weights_are_copied_before_they_are_read():
     """Twice more over the memory for those in the pool, and nothing hides behind anything for those that are not."""
     rows = [Work(1, 100)] * 64
-    card, touched = CARDS["h200"], cost().step(rows, ~NONE, NONE).touched
+    card, (_, touched) = CARDS["h200"], cost()._experts(64)
     loose = CostModel(QWEN3, ElementBytes(), card, popularity(QWEN3, 0.0), fused=False)
     expert = 3 * 2 * 768 * 2048
     more = loose.step(rows, ~NONE, NONE).seconds - cost().step(rows, ~NONE, NONE).seconds
