@@ -35,6 +35,7 @@ from rimuru_jax.host_memory import device_rows, device_view
 from rimuru_jax.models import stack
 from rimuru_jax.models.context import Batch, ExpertTables, ModelSpec, PageTables
 from rimuru_jax.models.stack import StackParams, param_shapes, unroll_params
+from rimuru_jax.pallas import implementation
 from rimuru_jax.pallas.memory_view import WORD_BYTES
 from rimuru_jax.pallas.page_loads import PageLoads
 from rimuru_jax.pallas.page_update import load_pages, move_pages
@@ -74,9 +75,15 @@ class Chunk(NamedTuple):
 
 NOMINAL_POOL_BYTES = 1 << 30
 
-GPU_COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-"""Dense layers go to cuBLAS by its heuristic. Autotuning would compile dozens of kernels for each shape of each bucket, take
-memory that the pool has by then, and choose anew at every start, in other roundings."""
+GPU_COMPILER_OPTIONS = {
+    # Dense layers go to cuBLAS by its heuristic. Autotuning would compile dozens of kernels for each shape of each bucket,
+    # take memory that the pool has by then, and choose anew at every start, in other roundings.
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_autotune_level": 0,
+    # The pool and the host's pages count as memory in use, which looks like too much: XLA would compute small things
+    # again in every layer, three launches each, to save what they take.
+    "xla_disable_hlo_passes": "rematerialization",
+}
 
 UPDATE_SIZES = (64, 1024, 16384)
 """Entries of the page tables that are written at once; few sizes, so that few programs do it."""
@@ -492,7 +499,7 @@ class ServingLoop:
         """All that tells the steps of a bucket apart, beside the code."""
         arguments = (self.params, self.pool, self.host_pages, self.tables, self.experts, self.last_tokens)
         shapes = jax.tree.map(lambda array: (array.shape, str(array.dtype)), arguments)
-        return self.spec, GPU_COMPILER_OPTIONS, shapes
+        return self.spec, GPU_COMPILER_OPTIONS, implementation.device_refusal(), shapes
 
     def _warm_up_sampling(self, rows: int, features: SamplingFeatures) -> None:
         logits = jnp.zeros((rows, self.spec.config.vocab_size), jnp.float32, device=self._device)

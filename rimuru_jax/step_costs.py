@@ -23,11 +23,9 @@ CONTEXT = 512
 MOST_MEASURED = 16
 """Absent experts of a layer, beyond which steps are as much longer as each of the last was: the link is what counts."""
 
-SECONDS = 0.06
-"""For which the same step is repeated, at least twice."""
-
-QUEUED = 8
-"""Steps given to the device before its answer is waited for, so that it never waits for the host."""
+QUICK, QUEUED, WARM_UP = 0.03, 5, 0.3
+"""Steps of less than QUICK seconds are timed QUEUED at a time, so that the device does not wait for the host. A device that
+idled or waited for its link takes WARM_UP seconds to reach its clock rates."""
 
 
 def measure_step_costs(
@@ -70,7 +68,10 @@ def measure_step_costs(
             return (time.perf_counter() - begin) / steps
 
         once = run(1)
-        return min(run(QUEUED) for _ in range(3)) if once < SECONDS else run(2)
+        warm = time.perf_counter() + (WARM_UP if away == 0 else 0)
+        while time.perf_counter() < warm:
+            once = run(1)
+        return min(run(QUEUED) for _ in range(3)) if once < QUICK else run(1)
 
     requests = powers(4, config.max_num_seqs)
     measured = [0, *powers(2, min(limit, MOST_MEASURED))] if limit else [0]

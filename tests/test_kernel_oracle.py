@@ -103,6 +103,7 @@ def test_kernels_are_as_near_to_float32_as_the_reference(name, tmp_path, monkeyp
     rng = np.random.default_rng(7)
     prompts = [rng.integers(3, VOCAB - 8, n).tolist() for n in LENGTHS]
     used: set[tuple[str, str]] = set()
+    monkeypatch.setenv("RIMURU_CACHE", str(tmp_path / "cache"))  # kept steps would not say what is in them
 
     def spy(operator: str, *args: Any, **kwargs: Any) -> str:
         chosen = resolve(operator, *args, **kwargs)
