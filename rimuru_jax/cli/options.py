@@ -95,6 +95,10 @@ PoolBytes = Annotated[
         help="Size of the page pool: 128MiB, 2GB, ...",
     ),
 ]
+AdjusterChoice = Annotated[
+    Literal["watermark", "throughput"],
+    typer.Option(help="How far elastic goes: for whoever needs pages, or as far as it pays."),
+]
 OffloadLimit = Annotated[
     Any,
     typer.Option(
@@ -169,10 +173,7 @@ def engine_options(
         Path | None,
         typer.Option(help="Profile written by `rimuru hotset record`."),
     ] = None,
-    adjuster_policy: Annotated[
-        Literal["watermark", "throughput"],
-        typer.Option(help="How far elastic goes: for whoever needs pages, or as far as it pays."),
-    ] = DEFAULTS.adjuster_policy,
+    adjuster_policy: AdjusterChoice = DEFAULTS.adjuster_policy,
     expand_patience: Annotated[
         int,
         typer.Option(help="Passes with a surplus of pages before experts are taken back."),

@@ -10,6 +10,7 @@ from rimuru_jax.cli.console import table
 from rimuru_jax.cli.options import (
     DEFAULTS,
     MEMORY_POLICIES,
+    AdjusterChoice,
     BlockSize,
     Dtype,
     LoadingBufferExperts,
@@ -43,6 +44,7 @@ def plan(
     page_pool_bytes: PoolBytes = None,
     expert_offload_limit: OffloadLimit = "auto",
     loading_buffer_experts: LoadingBufferExperts = DEFAULTS.loading_buffer_experts,
+    adjuster_policy: AdjusterChoice = DEFAULTS.adjuster_policy,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, sizes in bytes.")] = False,
 ) -> None:
     """Show what a model's page pool would hold. Reads config.json only, no weights."""
@@ -69,6 +71,7 @@ def plan(
                 "loading_buffer_experts": loading_buffer_experts,
                 "max_model_len": max_model_len,
                 "model_len_limit": described.max_position_embeddings,
+                "adjuster_policy": adjuster_policy,
             }
             try:
                 rows.append(_row(plan_pool(layout, **arguments), classes))

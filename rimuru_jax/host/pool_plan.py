@@ -121,7 +121,7 @@ def plan_pool(
     loading_buffer_experts: int,
     max_model_len: int | None,
     model_len_limit: int,
-    adjuster_policy: AdjusterPolicy = "watermark",
+    adjuster_policy: AdjusterPolicy = "throughput",
 ) -> PoolPlan:
     """Settle the offload limit, the loading buffers and the longest request for a pool of `pool_bytes`.
 
