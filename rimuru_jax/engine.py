@@ -170,6 +170,7 @@ class Engine:
         if self.memory_budget is not None:
             fallback = self.memory_budget.pool_bytes
         self.plan = plan_for(self.model_config, self.config, fallback)
+        logger.info("page pool:\n%s", self.plan.describe())
         profile = hotset_profile(self.model_config, self.config.expert_hotset_path)
         loaded = model
         if folder is not None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from rimuru_jax.cli import main
+from rimuru_jax.config import EngineConfig
+from rimuru_jax.controller import plan_for
 from rimuru_jax.host.page_layout import PageLayout
 from rimuru_jax.models.config import ElementBytes
 from rimuru_jax.models.registry import parse_config
@@ -220,3 +222,13 @@ def test_help_and_plan_do_not_wait_for_jax():
     assert (
         subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
     )
+
+
+def test_the_report_at_start_up():
+    """Worked out by hand: 27.5 GiB hold 9,386 huge pages of 3 MiB, one of them scratch, each an expert page or 2 of keys."""
+    arguments = EngineConfig(page_pool_bytes=int(27.5 * GIB), max_model_len=8192, expert_offload_limit=100)
+    text = plan_for(parse_config(config("Qwen3-30B-A3B")), arguments).describe()
+    assert "9385 expert, 18770 kv" in text and "page_pool_bytes" in text
+    assert "up to 100 of a layer may be away" in text and "expert_offload_limit" in text
+    # 8,192 tokens are 512 pages of keys or 256 huge pages; 28 experts of 48 layers and 64 in buffers leave 5,161 of them.
+    assert "0 beside all experts, 20 beside the fewest" in text

@@ -141,7 +141,7 @@ def _row(pool: PoolPlan, classes: dict[str, int]) -> dict[str, Any]:
         "loading_buffer_bytes": pool.buffer_pages * pool.page_bytes,
         "pages": {
             # Of one kind alone: what the whole pool would hold.
-            placed.kind.name: _pages(layout, placed.kind.name, pool.num_huge_pages - 1)
+            placed.kind.name: pool.pages(placed.kind.name)
             for placed in layout.kinds
         },
         "concurrency": {
@@ -152,13 +152,6 @@ def _row(pool: PoolPlan, classes: dict[str, int]) -> dict[str, Any]:
             for length in lengths
         },
     }
-
-
-def _pages(layout: PageLayout, name: str, huge_pages: int) -> int:
-    placed = layout[name]
-    if placed.parent is None:
-        return huge_pages * placed.units_per_parent
-    return huge_pages * layout.pages_per_huge(placed.parent) * placed.units_per_parent * placed.kind.run
 
 
 def _print(

@@ -100,6 +100,36 @@ class PoolPlan:
         allocator.allocate(EXPERTS, {EXPERT: self.floor_pages})
         return allocator
 
+    def pages(self, name: str) -> int:
+        """Pages of a kind that the whole pool would hold if nothing else were in it."""
+        placed, huge_pages = self.layout[name], self.num_huge_pages - 1
+        if placed.parent is None:
+            return huge_pages * placed.units_per_parent
+        parents = huge_pages * self.layout.pages_per_huge(placed.parent)
+        return parents * placed.units_per_parent * placed.kind.run
+
+    def describe(self) -> str:
+        """The pool in words for the log at start-up: its pages by kind, what may move, and the knobs."""
+        layers, limit, longest = (
+            self.layout[EXPERT].kind.layers,
+            self.expert_offload_limit,
+            self.max_model_len,
+        )
+        all_experts = self.concurrency(longest, resident_experts=self.num_experts)
+        kinds = ", ".join(
+            f"{self.pages(placed.kind.name)} {placed.kind.name}" for placed in self.layout.kinds
+        )
+        lines = [
+            f"{format_bytes(self.pool_bytes)} of pages, by kind alone: {kinds} "
+            "(page_pool_bytes, or gpu_memory_utilization)",
+            f"{layers} layers of {self.num_experts} experts, of which up to {limit} of a layer may be away "
+            f"(memory_policy {self.memory_policy}, expert_offload_limit), loading buffers for up to 2 x "
+            f"{self.buffer_experts} (loading_buffer_experts)",
+            f"requests of {longest} tokens (max_model_len) at once: {all_experts} beside all experts, "
+            f"{self.concurrency(longest)} beside the fewest",
+        ]
+        return "\n".join([*lines, self.layout.describe()])
+
     def concurrency(self, num_tokens: int, *, resident_experts: int | None = None) -> int:
         """Requests of `num_tokens` tokens that fit at once beside `resident_experts` per layer (default: the floor)."""
         held = self.floor_pages
