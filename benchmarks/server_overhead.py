@@ -1,8 +1,9 @@
 """What HTTP costs: the same requests to an engine and to a server around one, many streams at once.
 
-    python benchmarks/server_overhead.py [--streams 64] [--prompt 32] [--tokens 16] [--repeats 3]
+    python benchmarks/server_overhead.py [--streams 64] [--prompt 32] [--tokens 16] [--repeats 3] [--step-ms 17]
 
-The embedded default model on a CPU. All requests come at once, greedy, token ids as prompts. Engine and server are two
+The embedded default model on a CPU, or with `--step-ms` a tiny model whose tokens wait until a device that takes so long for
+each step would have them. All requests come at once, greedy, token ids as prompts. Engine and server are two
 processes that work in turns, each warmed up with the same requests; the client of the server shares the cores with it.
 
 Requests reach a server one after another, so that its first steps are smaller than the engine's. The last two columns leave
@@ -18,12 +19,16 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections import deque
+from pathlib import Path
 from typing import Any
 
 import httpx
 import jax
 
+from benchmarks import reliability
 from rimuru_jax import Engine, SamplingParams
 from rimuru_jax.bench import client
 from rimuru_jax.bench.workload import BenchRequest
@@ -31,18 +36,40 @@ from rimuru_jax.server.config import ServerConfig
 from rimuru_jax.server.serve import listen, serve
 
 
-def engine(streams: int) -> Engine:
-    return Engine(
-        page_pool_bytes=384 << 20, max_num_seqs=streams, max_model_len=256, max_num_batched_tokens=1024
-    )
+def engine(streams: int, step_ms: float) -> Engine:
+    limits: dict[str, Any] = {
+        "max_num_seqs": streams, "max_model_len": 256, "max_num_batched_tokens": 1024, "compile_ahead": True,
+    }  # fmt: skip
+    if not step_ms:
+        return Engine(page_pool_bytes=384 << 20, **limits)
+    with tempfile.TemporaryDirectory() as folder:
+        one = reliability.build_engine(Path(folder), page_pool_bytes=32 << 20, **limits)
+    pace(one, step_ms / 1e3)
+    return one
 
 
-def run_server(streams: int) -> None:
+def pace(one: Engine, seconds: float) -> None:
+    """Let tokens wait until a device would have them that takes so long for each step, one after another."""
+    run, deliver, free, ends = one.loop.run, one._deliver, [0.0], deque[float]()
+
+    def timed_run(*args: Any, **rest: Any) -> Any:
+        free[0] = max(free[0], time.perf_counter()) + seconds
+        ends.append(free[0])
+        return run(*args, **rest)
+
+    def timed_deliver(*args: Any) -> None:
+        time.sleep(max(0.0, ends.popleft() - time.perf_counter()))
+        deliver(*args)
+
+    one.loop.run, one._deliver = timed_run, timed_deliver  # type: ignore[method-assign]
+
+
+def run_server(streams: int, step_ms: float) -> None:
     server_socket = listen("127.0.0.1", 0)
     host, port = server_socket.getsockname()
     config = ServerConfig(served_model_name="model")
     serve(
-        engine(streams), config, server_socket, shutdown_timeout=1.0,
+        engine(streams, step_ms), config, server_socket, shutdown_timeout=1.0,
         ready=lambda: print(f"http://{host}:{port}", flush=True),
     )  # fmt: skip
 
@@ -97,18 +124,19 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--step-ms", type=float, default=0.0, help="time of a step on a device to imitate")
     parser.add_argument("--serve", action="store_true", help="be the server")
     args = parser.parse_args()
     if args.serve:
-        run_server(args.streams)
+        run_server(args.streams, args.step_ms)
         return
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}, Python "
           f"{sys.version.split()[0]}, {args.streams} streams of {args.prompt} + {args.tokens} tokens")  # fmt: skip
     prompts = [
-        [100 + (7 * stream + place) % 5000 for place in range(args.prompt)] for stream in range(args.streams)
+        [1 + (7 * stream + place) % 250 for place in range(args.prompt)] for stream in range(args.streams)
     ]
-    one = engine(args.streams)
-    command = [sys.executable, __file__, "--serve", "--streams", str(args.streams)]
+    one = engine(args.streams, args.step_ms)
+    command = [sys.executable, __file__, "--serve", "--streams", str(args.streams), "--step-ms", str(args.step_ms)]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()

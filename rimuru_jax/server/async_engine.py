@@ -226,22 +226,25 @@ class AsyncEngine:
         if stream is None:  # its caller has left already
             return
         if self.failure is not None:
-            self._wake_up(stream, error=EngineFailedError(f"the engine has failed: {self.failure}"))
+            self._refuse(stream, EngineFailedError(f"the engine has failed: {self.failure}"))
             return
         try:
             self.engine.add_request(internal, prompt, params, priority=priority, arrival_time=arrival)
         except ValueError as error:
-            self._wake_up(stream, error=error)
+            self._refuse(stream, error)
 
     def _abort(self, internal: str) -> None:
         self.engine.abort(internal)
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
+        changed: dict[asyncio.AbstractEventLoop, list[_Stream]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
                 stream.latest = output
-                self._wake_up(stream)
+                changed.setdefault(stream.loop, []).append(stream)
+        for loop, streams in changed.items():
+            self._wake_up(loop, streams)
 
     def _fail(self, error: Exception) -> None:
         with self._wake:
@@ -251,10 +254,18 @@ class AsyncEngine:
         for command in commands:
             command()
         for stream in list(self._streams.values()):
-            self._wake_up(stream, error=EngineFailedError(f"the engine has failed: {error}"))
+            self._refuse(stream, EngineFailedError(f"the engine has failed: {error}"))
 
-    def _wake_up(self, stream: _Stream, error: Exception | None = None) -> None:
-        if error is not None:
-            stream.error = error
-        with contextlib.suppress(RuntimeError):  # the loop of that caller is closed
-            stream.loop.call_soon_threadsafe(stream.ready.set)
+    def _refuse(self, stream: _Stream, error: Exception) -> None:
+        stream.error = error
+        self._wake_up(stream.loop, [stream])
+
+    def _wake_up(self, loop: asyncio.AbstractEventLoop, streams: list[_Stream]) -> None:
+        """Once for all of a loop: each call from another thread is a system call."""
+
+        def wake() -> None:
+            for stream in streams:
+                stream.ready.set()
+
+        with contextlib.suppress(RuntimeError):  # the loop of these callers is closed
+            loop.call_soon_threadsafe(wake)
