@@ -23,7 +23,7 @@ CONTEXT = 512
 MOST_MEASURED = 16
 """Absent experts of a layer, beyond which steps are as much longer as each of the last was: the link is what counts."""
 
-QUICK, QUEUED, WARM_UP = 0.03, 5, 0.3
+QUICK, QUEUED, WARM_UP = 0.03, 3, 0.3
 """Steps of less than QUICK seconds are timed QUEUED at a time, so that the device does not wait for the host. A device that
 idled or waited for its link takes WARM_UP seconds to reach its clock rates."""
 
@@ -71,7 +71,7 @@ def measure_step_costs(
         warm = time.perf_counter() + (WARM_UP if away == 0 else 0)
         while time.perf_counter() < warm:
             once = run(1)
-        return min(run(QUEUED) for _ in range(3)) if once < QUICK else run(1)
+        return min(run(QUEUED) for _ in range(3)) if once < QUICK else once
 
     requests = powers(4, config.max_num_seqs)
     measured = [0, *powers(2, min(limit, MOST_MEASURED))] if limit else [0]
