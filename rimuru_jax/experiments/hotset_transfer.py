@@ -3,7 +3,8 @@
     python -m rimuru_jax.experiments.hotset_transfer --output DIR
 
 Routing is that of OLMoE-1B-7B, counted over six kinds of text; the profile that decides which experts stay comes from
-one of them, or from none. Counts are published for layers 0, 7 and 15; the layers between are taken to route like the
+one of them, or from none, and is followed as it is (`expert_cache_policy="hotset"`) or corrected by what is chosen
+("online"). Counts are published for layers 0, 7 and 15; the layers between are taken to route like the
 nearest of these. Tokens of the simulation choose experts independently of each other, so that nothing is said here of
 the locality within a request.
 """
@@ -11,6 +12,7 @@ the locality within a request.
 import argparse
 import csv
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +20,6 @@ import numpy as np
 
 from rimuru_jax.controller import fingerprint
 from rimuru_jax.experiments import study
-from rimuru_jax.experiments.eol_sweep import STREAM
 from rimuru_jax.experiments.pictures import grids
 from rimuru_jax.experiments.simulator import Arrival, SimulationResult, matched_profile
 from rimuru_jax.experiments.study import Case
@@ -27,7 +28,8 @@ from rimuru_jax.models.config import ModelConfig
 
 COUNTS = study.DATA / "olmoe_expert_counts.csv"
 NO_PROFILE = "none"
-LOADS = {"one stream": [STREAM], "64 streams": [Arrival(0.0, 256, 128)] * 64}
+LOADS = {"one stream": [Arrival(0.0, 512, 512)], "64 streams": [Arrival(0.0, 256, 128)] * 64}
+CACHE_POLICIES = ("hotset", "online")
 ENGINE = {"memory_policy": "elastic", "adjuster_policy": "throughput"}
 
 
@@ -73,30 +75,39 @@ def transfer(args: argparse.Namespace) -> None:
     uniform = HotsetProfile.uniform(fingerprint(case.model))
     profiles = {domain: matched_profile(case.model, shares) for domain, shares in routing.items()}
     profiles[NO_PROFILE] = uniform
-    grids_of: dict[str, np.ndarray] = {}
-    for load, arrivals in LOADS.items():
+    times: dict[str, np.ndarray] = {}
+    fetched: dict[str, np.ndarray] = {}
+    for load, policy in itertools.product(LOADS, CACHE_POLICIES):
         found = np.array(
             [
-                [_run(case, routing[domain], profile, arrivals[: args.requests]) for domain in domains]
+                [
+                    _run(case, routing[domain], profile, LOADS[load][: args.requests], policy)
+                    for domain in domains
+                ]
                 for profile in profiles.values()
             ]
         )
-        grids_of[f"{load}: MiB fetched per token"] = found[:, :, 0]
-        grids_of[f"{load}: ms per token"] = found[:, :, 1]
-    print(table(grids_of, domains))
+        fetched[f"{load}, {policy}: MiB fetched per token"] = found[:, :, 0]
+        times[f"{load}, {policy}: ms per token"] = found[:, :, 1]
+    print(table(fetched | times, domains))
     if args.output is None:
         return
-    title = f"Profiles of routing, matched (diagonal) and not\n{args.model}, simulated: {case.card.name} with {args.device_gib:g} GiB"
-    grids(grids_of, list(profiles), domains, args.output / "hotset_transfer.png", title)
+    title = (
+        "Profiles of routing, of the same text (diagonal) and not\n"
+        f"{args.model}, simulated: {case.card.name} with {args.device_gib:g} GiB"
+    )
+    grids(times, list(profiles), domains, args.output / "hotset_transfer.png", title)
     content: dict[str, Any] = {"profiles": list(profiles), "requests_from": domains}
-    content["figures"] = {name: values.tolist() for name, values in grids_of.items()}
+    content["figures"] = {name: values.tolist() for name, values in (fetched | times).items()}
     study.save(args, case, "hotset_transfer", content)
 
 
 def _run(
-    case: Case, shares: np.ndarray, profile: HotsetProfile, arrivals: Sequence[Arrival]
+    case: Case, shares: np.ndarray, profile: HotsetProfile, arrivals: Sequence[Arrival], policy: str
 ) -> tuple[float, float]:
-    outcome = dataclasses.replace(case, shares=shares).run(arrivals, profile=profile, **ENGINE)
+    outcome = dataclasses.replace(case, shares=shares).run(
+        arrivals, profile=profile, expert_cache_policy=policy, **ENGINE
+    )
     if isinstance(outcome, str):
         raise ValueError(outcome)
     return bytes_and_time(outcome)

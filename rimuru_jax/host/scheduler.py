@@ -414,9 +414,10 @@ class Scheduler:
 
     def _review(self) -> None:
         """Settle how many experts may be absent for the next passes, if that is for "throughput" to say."""
-        policy, costs = self.config.adjuster_policy, self.step_costs
+        weighs = self.config.memory_policy == "elastic" and self.config.adjuster_policy == "throughput"
+        costs = self.step_costs
         wanted = min(self.config.max_num_seqs, len(self.running) + len(self.waiting))
-        if policy == "watermark" or costs is None or wanted < 2:
+        if not weighs or costs is None or wanted < 2:
             self._most_absent = None
         elif self._most_absent is None or wanted > self._reviewed or self._batch.step % REVIEW_PASSES == 0:
             self._reviewed = wanted

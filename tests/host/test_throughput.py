@@ -1,5 +1,8 @@
 """How many experts should be absent: by hand, against a search, and in closed loops."""
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,13 +76,13 @@ def test_nothing_else_gives_more(capacity, pages, requests, limit, buffers, rows
     assert rate(chosen) >= best * (1 - 1e-9)
 
 
-def busy_world(policy: str, seconds: tuple[float, ...]) -> World:
+def busy_world(policy: str, seconds: tuple[float, ...], **changes: Any) -> World:
     """All experts and pages for two requests; eight come, each of which takes two experts' worth."""
     setup = Setup(
         pages=18 + 12, layers=2, experts=4, offload=3, buffers=0, max_num_seqs=8, max_num_batched_tokens=64,
         adjuster_policy=policy,  # type: ignore[arg-type]
     )  # fmt: skip
-    world = World(setup)
+    world = World(dataclasses.replace(setup, **changes))
     world.scheduler.step_costs = StepCosts(requests=(1, 8), absent=(0, 1, 4), seconds=(seconds, seconds))
     for _ in range(8):
         world.add(20, 20)
@@ -103,6 +106,13 @@ def test_experts_stay_while_fetching_them_costs_more_than_requests_bring():
     greedy, frugal = (most_at_once(busy_world(policy, dear)) for policy in ("watermark", "throughput"))
     assert greedy[1] >= 5 and greedy[0] > frugal[0]
     assert frugal[1] <= 2  # the first request, while it is alone, gets what it needs
+
+
+def test_where_residency_does_not_move_nobody_waits_for_it():
+    dear = (1.0, 50.0, 200.0)
+    worlds = [busy_world(policy, dear, memory_policy="fixed") for policy in ("watermark", "throughput")]
+    greedy, frugal = map(most_at_once, worlds)
+    assert frugal == greedy and greedy[0] > 2
 
 
 def test_experts_go_while_fetching_them_hides():
