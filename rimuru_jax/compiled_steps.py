@@ -56,16 +56,21 @@ class CompiledSteps:
 
     def save(self, name: str, compiled: jax.stages.Compiled) -> None:
         """Keep a program, whole or not at all; nothing where the disk refuses."""
+        half: Path | None = None
         try:
             data = pickle.dumps(serialize_executable.serialize(compiled))
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+                half = Path(file.name)
                 file.write(data)
-            os.replace(file.name, self._folder / name)
+            half.replace(self._folder / name)
+            by_use = sorted(self._root.iterdir(), key=lambda folder: -folder.stat().st_mtime)
         except (OSError, ValueError, NotImplementedError) as error:
             logger.warning("the compiled step %s is not kept: %s", name, error)
+            if half is not None:
+                half.unlink(missing_ok=True)
             return
-        for old in sorted(self._root.iterdir(), key=lambda folder: -folder.stat().st_mtime)[MODELS_KEPT:]:
+        for old in by_use[MODELS_KEPT:]:
             shutil.rmtree(old, ignore_errors=True)
 
 

@@ -56,7 +56,7 @@ class EngineConfig:
     """Profile written by `rimuru hotset record`. None: all experts count as equally likely."""
     adjuster_policy: AdjusterPolicy = "throughput"
     """How far "elastic" goes: "throughput" gives up experts as far as it pays, by what steps cost on the device; "watermark"
-    for whoever needs pages. Without measured costs, as on a CPU, both are the same."""
+    for whoever needs pages. Without measured costs, as on a CPU, the first does as the second; its "auto" limit is higher."""
     expand_patience: int = 0
     """Passes with a surplus of pages before experts are taken back."""
     compile_ahead: bool | None = None

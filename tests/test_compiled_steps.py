@@ -113,3 +113,13 @@ def test_a_second_start_traces_no_step(tmp_path, monkeypatch):
 
 def test_what_is_made_here():
     assert made_here(stack.MIXERS) and not made_here({int: double})
+
+
+def test_a_disk_that_refuses_leaves_nothing_behind(tmp_path, monkeypatch, caplog):
+    def refuse(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    CompiledSteps(tmp_path, "model").save("a", double())
+    assert "the compiled step a is not kept: no space left" in caplog.text
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -47,7 +47,18 @@ class ResidencyPolicy(Protocol):
         ...
 
 
-class HotsetPolicy:
+class _Ranking:
+    """What a policy says whose scores are an order, and no chances: any difference counts, none is worth a copy."""
+
+    def clearly_above(self, higher: np.ndarray, lower: np.ndarray) -> np.ndarray:
+        return higher > lower
+
+    def worth_swapping(self, coming: np.ndarray, going: np.ndarray) -> np.ndarray:
+        del going
+        return np.zeros(coming.shape, bool)
+
+
+class HotsetPolicy(_Ranking):
     """Static: the routing probabilities of an offline profile."""
 
     def __init__(self, profile: HotsetProfile):
@@ -57,18 +68,11 @@ class HotsetPolicy:
     def scores(self) -> np.ndarray:
         return self._scores
 
-    def clearly_above(self, higher: np.ndarray, lower: np.ndarray) -> np.ndarray:
-        return higher > lower
-
-    def worth_swapping(self, coming: np.ndarray, going: np.ndarray) -> np.ndarray:
-        del going
-        return np.zeros(coming.shape, bool)
-
     def observe(self, counts: np.ndarray, tokens: int, rows: int) -> None:
         del counts, tokens, rows
 
 
-class LruPolicy:
+class LruPolicy(_Ranking):
     """Learning: the step of an expert's last use; among equals the profile's probability (always below 1) decides.
 
     It cannot tell what a swap would save, so that residency changes only where it grows or shrinks.
@@ -84,13 +88,6 @@ class LruPolicy:
 
     def scores(self) -> np.ndarray:
         return self._scores
-
-    def clearly_above(self, higher: np.ndarray, lower: np.ndarray) -> np.ndarray:
-        return higher > lower
-
-    def worth_swapping(self, coming: np.ndarray, going: np.ndarray) -> np.ndarray:
-        del going
-        return np.zeros(coming.shape, bool)
 
     def observe(self, counts: np.ndarray, tokens: int, rows: int) -> None:
         del tokens, rows

@@ -22,13 +22,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from rimuru_jax.host.adjuster import (
-    LOW_PAGES,
-    AdjusterPolicy,
-    AdjusterState,
-    PageBalance,
-    decide,
-)
+from rimuru_jax.host.adjuster import LOW_PAGES, AdjusterPolicy, AdjusterState, PageBalance, decide
 from rimuru_jax.host.allocator import BUFFERS, EXPERTS, PageAllocator
 from rimuru_jax.host.batch import Batch, Demand, ScheduledChunk
 from rimuru_jax.host.expert_cache import ExpertCache, ExpertCopy, PageMove
