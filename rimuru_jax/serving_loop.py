@@ -50,7 +50,8 @@ from rimuru_jax.sampling import (
     sample_compiled,
 )
 
-MIN_PREFILL_TOKENS = 16
+MIN_PREFILL_SIZE = 16
+"""Tokens, and rows, of the smallest bucket for prefills."""
 
 MIN_DECODE_ROWS_ON_GPU = 8
 """A matrix product of fewer rows takes as long, and XLA launches a kernel to fill them up."""
@@ -290,7 +291,7 @@ def bucket_for(num_tokens: int, num_rows: int) -> Bucket:
         rows = max(least, 1 << (num_rows - 1).bit_length())
         return Bucket(rows, rows, True)
     # Prefills vary in both sizes. Rows cost little beside their tokens, and every bucket takes seconds to compile.
-    rows = MIN_PREFILL_TOKENS
+    rows = MIN_PREFILL_SIZE
     while rows < num_rows:
         rows *= 16
     return Bucket(max(rows, 1 << (num_tokens - 1).bit_length()), rows, False)
