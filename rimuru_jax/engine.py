@@ -239,7 +239,7 @@ class Engine:
         config, plan = self.config, self.plan
         costs, weighs = None, config.memory_policy == "elastic" and config.adjuster_policy == "throughput"
         if weighs and self._compiled_ahead and _on_gpu():
-            costs = measure_step_costs(self.loop, config, plan, profile.probabilities())
+            costs = measure_step_costs(self.loop, config, plan, profile.token_chances())
         host = HostController.build(self.model_config, config, plan, profile)
         self.allocator, self._page_tables, self.experts = host.allocator, host.page_tables, host.experts
         self.scheduler, self.metrics = host.scheduler, host.metrics
@@ -431,8 +431,8 @@ class Engine:
             self.loop.set_experts(pages, loads, self.experts.buffer_pages)
             in_pool, resident = pages[:, :, 0] != HOST, self.experts.resident.copy()
             self._places = {True: (in_pool, in_pool & ~resident), False: (resident, np.zeros_like(resident))}
-        moe, num_tokens = self.model_config.moe, sum(chunk.num_tokens for chunk in plan.chunks)
-        ahead = loads_ahead(self.config.expert_prefetch, num_tokens, moe.num_experts, moe.num_experts_per_tok)
+        num_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
+        ahead = loads_ahead(self.config.expert_prefetch, num_tokens, self.experts.load_chances())
         outputs = None
         if plan.chunks:
             outputs = self.loop.run(pack([self._chunk(chunk) for chunk in plan.chunks]), loads_ahead=ahead)

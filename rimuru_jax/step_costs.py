@@ -13,7 +13,7 @@ from rimuru_jax.config import EngineConfig
 from rimuru_jax.host.expert_cache import HOST
 from rimuru_jax.host.page_layout import EXPERT
 from rimuru_jax.host.pool_plan import PoolPlan
-from rimuru_jax.host.prefetch import loads_ahead
+from rimuru_jax.host.prefetch import absent_and_loaded, loads_ahead
 from rimuru_jax.host.throughput import StepCosts, powers
 from rimuru_jax.serving_loop import Chunk, ServingLoop, pack
 
@@ -29,17 +29,16 @@ idled or waited for its link takes WARM_UP seconds to reach its clock rates."""
 
 
 def measure_step_costs(
-    loop: ServingLoop, config: EngineConfig, plan: PoolPlan, scores: np.ndarray
+    loop: ServingLoop, config: EngineConfig, plan: PoolPlan, chances: np.ndarray
 ) -> StepCosts:
     """Run decodes of several sizes with several numbers of experts away from every layer, a few seconds in all.
 
     Args:
         loop: with its steps compiled and nothing in its pool.
-        scores: float64[L, E], of which the least are away, as they would be in service.
+        chances: float64[L, E], of one token choosing each expert: the least likely are away, as they would be in service.
     """
-    layers, experts = scores.shape
+    layers, experts = chances.shape
     matrices, limit = plan.matrices, plan.expert_offload_limit
-    coldest = np.argsort(scores, axis=1, kind="stable")
     first, last = (huge * plan.layout.pages_per_huge(EXPERT) for huge in (1, plan.num_huge_pages))
     pages = np.arange(first, last, dtype=np.int32)
     buffer_pages = np.resize(pages, (2, plan.buffer_experts, matrices))
@@ -50,14 +49,13 @@ def measure_step_costs(
 
     def seconds(rows: int, away: int) -> float:
         table, row = in_pool.copy(), np.arange(layers)[:, None]
-        table[row, coldest[:, :away]] = HOST
+        absent, buffered = absent_and_loaded(chances, away, plan.buffer_experts)
+        table[row, absent] = HOST
         loads = np.full((layers, plan.buffer_experts), -1, np.int32)
-        buffered = coldest[:, : min(away, plan.buffer_experts)]
         loads[:, : buffered.shape[1]] = buffered
         table[row, buffered] = buffer_pages[row[:, 0] % 2, : buffered.shape[1]]
         loop.set_experts(table, loads, buffer_pages)
-        moe = loop.spec.config.moe
-        ahead = loads_ahead(config.expert_prefetch, rows, moe.num_experts, moe.num_experts_per_tok)
+        ahead = loads_ahead(config.expert_prefetch, rows, chances[row, buffered])
         tokens = rng.integers(0, vocabulary, rows).tolist()
         batch = pack([Chunk(slot, [token], start) for slot, token in enumerate(tokens)])
 

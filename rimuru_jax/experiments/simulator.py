@@ -27,7 +27,7 @@ from rimuru_jax.host.allocator import PageAllocator
 from rimuru_jax.host.hotset import HotsetProfile
 from rimuru_jax.host.page_layout import EXPERT
 from rimuru_jax.host.pool_plan import PoolPlan
-from rimuru_jax.host.prefetch import loads_ahead
+from rimuru_jax.host.prefetch import absent_and_loaded, loads_ahead
 from rimuru_jax.host.request import Request
 from rimuru_jax.host.throughput import StepCosts, powers
 from rimuru_jax.models.config import ModelConfig
@@ -151,7 +151,7 @@ class Simulation:
         if config.page_pool_bytes is None:
             raise ValueError("a simulation needs page_pool_bytes: no device says how much memory there is")
         self.plan = plan_for(model, config)
-        self._model, self._config, self._card = model, config, card
+        self._config, self._card = config, card
         self._cost = CostModel(model, element_bytes(config), card, shares, fused=fused)
         self._rng = np.random.default_rng(0)
         profile = profile or hotset_profile(model, config.expert_hotset_path)
@@ -161,7 +161,7 @@ class Simulation:
         self._allocator, self._tables, self._experts = host.allocator, host.page_tables, host.experts
         self._scheduler, self.metrics = host.scheduler, host.metrics
         self._experts.fill(self.plan.pages_kept_free)
-        self._scheduler.step_costs = self._measure(config.max_num_seqs)
+        self._scheduler.step_costs = self._measure(config.max_num_seqs, profile.token_chances())
         self._chance = np.minimum(shares * model.moe.num_experts_per_tok, 1.0)  # of one token
         self._learns = config.expert_cache_policy != "hotset"
         self._shown = -1
@@ -213,14 +213,21 @@ class Simulation:
             progress(finished)
         return SimulationResult(results, timeline, dict(self.metrics.counters), self._experts.num_experts)
 
-    def _measure(self, max_num_seqs: int) -> StepCosts:
-        """What an engine measures when it warms up: decodes with the same number of experts away from every layer."""
+    def _measure(self, max_num_seqs: int, chances: np.ndarray) -> StepCosts:
+        """What an engine measures when it warms up: decodes with the same number of experts away from every layer, those
+        that the profile finds least likely.
+        """
         shape, buffers = self._experts.resident.shape, self._experts.buffer_experts
         requests, absent = powers(2, max_num_seqs), [0, *powers(2, shape[1])]
 
         def seconds(rows: int, away: int) -> float:
-            number = np.broadcast_to(np.arange(shape[1]), shape)
-            resident, loaded = number >= away, (number < min(away, buffers)) & self._loads_ahead(rows)
+            absent, buffered = absent_and_loaded(chances, away, buffers)
+            resident, loaded = np.ones(shape, bool), np.zeros(shape, bool)
+            np.put_along_axis(resident, absent, False, axis=1)
+            ahead = loads_ahead(
+                self._config.expert_prefetch, rows, np.take_along_axis(chances, buffered, axis=1)
+            )
+            np.put_along_axis(loaded, buffered, ahead, axis=1)
             return self._cost.step([Work(1, WARM_UP_CONTEXT)] * rows, resident, loaded).seconds
 
         return StepCosts(
@@ -228,10 +235,6 @@ class Simulation:
             absent=tuple(absent),
             seconds=tuple(tuple(seconds(rows, away) for away in absent) for rows in requests),
         )
-
-    def _loads_ahead(self, tokens: int) -> bool:
-        moe = self._model.moe
-        return loads_ahead(self._config.expert_prefetch, tokens, moe.num_experts, moe.num_experts_per_tok)
 
     def _add(self, number: int, arrival: Arrival) -> str:
         """Queue a request; why it cannot be served, if it cannot."""
@@ -258,7 +261,9 @@ class Simulation:
             return seconds + self._card.step_seconds, copied
         rows = [Work(chunk.num_tokens, chunk.start + chunk.num_tokens) for chunk in plan.chunks]
         tokens = sum(row.tokens for row in rows)
-        loaded = self._loaded & self._loads_ahead(tokens)
+        loaded = self._loaded & loads_ahead(
+            self._config.expert_prefetch, tokens, self._experts.load_chances()
+        )
         time = self._cost.step(rows, self._experts.resident, loaded)
         if self._learns:
             self._experts.observe(self._rng.poisson(self._chance * tokens), tokens, len(rows))

@@ -97,6 +97,7 @@ class ExpertCache:
         self._swaps: list[tuple[int, int, int]] = []  # layer, comes, goes: those that pay, the worst first
         self._swaps_at_once = 0
         self._swaps_of = self._loads_of = policy.version  # that `_swaps` and `_loads` follow
+        self._load_chances: tuple[int, np.ndarray] | None = None  # of a version of the policy
         self.buffer_pages = np.zeros((2, 0, matrices), np.int32)
         need, free = self.most_buffer_pages, allocator.free_expert_pages
         if need > free:
@@ -278,7 +279,17 @@ class ExpertCache:
             self._effective[layer] = self.table[layer]
             self._effective[layer, away] = self.buffer_pages[layer % 2, : len(away)]
         self._stale_layers[:] = False
+        self._load_chances = None
         return self._effective.copy(), self._loads.copy()
+
+    def load_chances(self) -> np.ndarray:
+        """float64[n]: the chance that one token chooses each expert that the last `step_tables` has in loading buffers."""
+        version = self._policy.version
+        if self._load_chances is None or self._load_chances[0] != version:
+            layer, place = np.nonzero(self._loads >= 0)
+            chances = self._policy.token_chances()[layer, self._loads[layer, place]]
+            self._load_chances = (version, chances)
+        return self._load_chances[1]
 
     def _follow_policy(self) -> None:
         """Mark layers where an expert that is read in place has clearly become likelier than one in a loading buffer."""

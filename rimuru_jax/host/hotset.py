@@ -14,6 +14,9 @@ import numpy as np
 
 FORMAT = "rimuru-hotset-1"
 
+MOST_CERTAIN = 1 - 1e-9
+"""The largest chance there is: the logarithm of its opposite is finite."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFingerprint:
@@ -82,6 +85,10 @@ class HotsetProfile:
         totals = self.counts.sum(axis=1, keepdims=True)
         uniform = np.full(self.counts.shape, 1.0 / max(1, self.model.num_experts))
         return np.divide(self.counts, totals, out=uniform, where=totals > 0)
+
+    def token_chances(self) -> np.ndarray:
+        """Chance that one token chooses each expert: float64[L, E], below 1."""
+        return np.minimum(self.probabilities() * self.model.experts_per_token, MOST_CERTAIN)
 
     def order(self) -> np.ndarray:
         """Experts of each layer, most probable first, ties by expert id: int32[L, E]."""

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+import numpy as np
+
 type Prefetch = Literal["auto", "all", "none"]
 
 WORTH_LOADING = 0.7
@@ -9,11 +11,24 @@ WORTH_LOADING = 0.7
 what is read in place holds the layer up."""
 
 
-def loads_ahead(prefetch: Prefetch, tokens: int, num_experts: int, num_experts_per_tok: int) -> bool:
-    """For a step of `tokens` tokens: always, never, or ("auto") if most absent experts will be chosen.
+def loads_ahead(prefetch: Prefetch, tokens: int, chances: np.ndarray) -> bool:
+    """For a step of `tokens` tokens: always, never, or ("auto") if most experts that it would load will be chosen.
 
-    As if tokens chose evenly; unequal routing makes choices of what is absent rarer still.
+    Args:
+        chances: float[n], below 1, of one token choosing each expert that would be loaded.
     """
     if prefetch != "auto":
         return prefetch == "all"
-    return 1 - (1 - num_experts_per_tok / num_experts) ** tokens >= WORTH_LOADING
+    return chances.size > 0 and bool(-np.expm1(tokens * np.log1p(-chances)).mean() >= WORTH_LOADING)
+
+
+def absent_and_loaded(chances: np.ndarray, absent: int, buffer_experts: int) -> tuple[np.ndarray, np.ndarray]:
+    """The experts that are away when each layer lacks `absent`, and which of them go into loading buffers.
+
+    Args:
+        chances: float64[L, E] of being chosen; the least likely are away, the likeliest of them are loaded.
+
+    Returns expert ids int[L, absent] and int[L, min(absent, buffer_experts)].
+    """
+    away = np.argsort(chances, axis=1, kind="stable")[:, :absent]
+    return away, away[:, max(0, absent - buffer_experts) :]

@@ -4,7 +4,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from rimuru_jax.host.hotset import HotsetProfile
+from rimuru_jax.host.hotset import MOST_CERTAIN, HotsetProfile
 
 type CachePolicy = Literal["online", "hotset", "lru"]
 
@@ -42,13 +42,25 @@ class ResidencyPolicy(Protocol):
         """
         ...
 
+    def token_chances(self) -> np.ndarray:
+        """float64[L, E], below 1: the chance that one token chooses each expert, as far as the policy knows."""
+        ...
+
     def observe(self, counts: np.ndarray, tokens: int, rows: int) -> None:
         """Learn from a step over `tokens` tokens of `rows` requests: `int[L, E]`, how many tokens chose each expert."""
         ...
 
 
 class _Ranking:
-    """What a policy says whose scores are an order, and no chances: any difference counts, none is worth a copy."""
+    """What a policy says whose scores are an order, and no chances: any difference counts, none is worth a copy, and
+    only the profile knows chances."""
+
+    def __init__(self, profile: HotsetProfile):
+        self.version = 0
+        self._token_chances = profile.token_chances()
+
+    def token_chances(self) -> np.ndarray:
+        return self._token_chances
 
     def clearly_above(self, higher: np.ndarray, lower: np.ndarray) -> np.ndarray:
         return higher > lower
@@ -62,7 +74,7 @@ class HotsetPolicy(_Ranking):
     """Static: the routing probabilities of an offline profile."""
 
     def __init__(self, profile: HotsetProfile):
-        self.version = 0
+        super().__init__(profile)
         self._scores = profile.probabilities()
 
     def scores(self) -> np.ndarray:
@@ -79,7 +91,7 @@ class LruPolicy(_Ranking):
     """
 
     def __init__(self, profile: HotsetProfile, rank_steps: int = RANK_STEPS):
-        self.version = 0
+        super().__init__(profile)
         self._probabilities = np.minimum(profile.probabilities(), 0.5)
         self._scores = self._probabilities
         self._last_use = np.zeros(self._probabilities.shape)
@@ -108,19 +120,27 @@ class OnlinePolicy:
 
         r = (sum of w_i x_i + PRIOR_STEPS x_profile) / (sum of w_i + PRIOR_STEPS)
         x = [c > 0] for decodes, else 1 - exp(-D c / T)                      w = min(T / D, MOST_STEPS)
+
+    One token chooses an expert with chance 1 - (1 - r)^(1 / D), with D the mean of the same evidence.
     """
 
     def __init__(self, profile: HotsetProfile):
         self.version = 0
-        self._chances = profile.probabilities() * profile.model.experts_per_token  # of one token
-        self._chosen = np.zeros(self._chances.shape)  # steps, fading
-        self._steps = 0.0  # fading
+        self._profile_chances = profile.token_chances()
+        self._chosen = np.zeros(self._profile_chances.shape)  # steps, fading
+        self._steps = self._row_steps = 0.0  # fading, the second times D
         self._rows = 1
         self._unranked = 0.0
         self._rank()
 
     def scores(self) -> np.ndarray:
         return self._scores
+
+    def token_chances(self) -> np.ndarray:
+        if self._token_chances is None:
+            scores = np.minimum(self._scores, MOST_CERTAIN)
+            self._token_chances = -np.expm1(np.log1p(-scores) / self._scored_rows)
+        return self._token_chances
 
     def clearly_above(self, higher: np.ndarray, lower: np.ndarray) -> np.ndarray:
         if not self._steps:
@@ -140,6 +160,7 @@ class OnlinePolicy:
         self._chosen *= left
         self._chosen += chosen
         self._steps = self._steps * left + steps
+        self._row_steps = self._row_steps * left + steps * rows
         self._rows = rows
         self._unranked += steps
         if self._unranked >= RANK_STEPS:
@@ -147,8 +168,11 @@ class OnlinePolicy:
             self._rank()
 
     def _rank(self) -> None:
-        expected = -np.expm1(-self._rows * self._chances)
-        self._scores = (self._chosen + PRIOR_STEPS * expected) / (self._steps + PRIOR_STEPS)
+        expected = -np.expm1(-self._rows * self._profile_chances)
+        steps = self._steps + PRIOR_STEPS
+        self._scores = (self._chosen + PRIOR_STEPS * expected) / steps
+        self._scored_rows = (self._row_steps + PRIOR_STEPS * self._rows) / steps
+        self._token_chances: np.ndarray | None = None
         self._unranked = 0.0
 
 

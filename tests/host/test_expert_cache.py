@@ -421,6 +421,7 @@ def test_loading_buffers_follow_what_is_routed():
     assert cache.version != version
     effective, loads = cache.step_tables()
     assert loads.tolist() == [[3], [1]]
+    assert cache.load_chances().tolist() == cache._policy.token_chances()[[0, 1], [3, 1]].tolist()
     assert effective[0, 3].tolist() == cache.buffer_pages[0, 0].tolist() and (effective[0, 1] == HOST).all()
     version = cache.version
     _next_pass(cache, allocator)

@@ -1,5 +1,7 @@
 """What policies make of router counts."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -52,6 +54,28 @@ def test_scores_are_chances_that_fade():
     expected = PRIOR_STEPS * (1 - np.exp(-2 * _profile().probabilities()))
     evidence = (weight[:, None, None] * chosen).sum(axis=0)
     np.testing.assert_allclose(policy.scores(), (evidence + expected) / (weight.sum() + PRIOR_STEPS))
+
+
+@pytest.mark.parametrize("name", ["online", "hotset", "lru"])
+def test_without_evidence_the_profile_tells_chances(name: str):
+    """100 tokens chose expert 0 of layer 0 30 times."""
+    chances = residency_policy(name, _profile()).token_chances()
+    np.testing.assert_allclose(chances, COUNTS / COUNTS.sum(axis=1, keepdims=True) * 2, rtol=0.4)
+    assert (chances < 1).all()
+
+
+def test_chances_of_a_token_do_not_depend_on_how_many_ran():
+    """Steps of 40 requests, then of 2, and the same while both are remembered: each token chooses with the same chances."""
+    wanted, rng = np.array([[0.02, 0.08, 0.6, 0.3], [0.7, 0.01, 0.04, 0.25]]), np.random.default_rng(0)
+    profile = HotsetProfile.uniform(replace(MODEL, experts_per_token=1)).record(1000 * wanted, 1000)
+    policy = OnlinePolicy(profile)
+    # Steps of 40 choose all others, and who is always there might be there twice as often.
+    seldom = wanted < 0.1
+    for rows, steps, known, within in ((40, 400, seldom, 1.3), (2, 64, seldom, 3), (2, 600, wanted > 0, 1.3)):
+        for _ in range(steps):
+            policy.observe(rng.binomial(rows, wanted), rows, rows)
+        found = policy.token_chances()
+        assert ((found < wanted * within + 0.01) & (found > wanted / within - 0.01))[known].all()
 
 
 def test_a_prompt_is_evidence_for_the_decodes_that_follow():
