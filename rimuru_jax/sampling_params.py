@@ -11,12 +11,12 @@ GREEDY_TEMPERATURE = 1e-5
 
 _TOKEN_ID_LIMIT = 2**31 - 1
 
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the output must look like; exactly one of the first five. A schema is stored as its JSON text."""
+    """What the output must look like; exactly one of the first six. JSON is stored as its text."""
 
     json: str | Mapping[str, Any] | bool | None = None
     """A JSON schema."""
@@ -27,6 +27,8 @@ class StructuredOutputsParams:
     """A context-free grammar, in Lark's notation or in GBNF."""
     json_object: bool | None = None
     """Any JSON object."""
+    structural_tag: str | Mapping[str, Any] | None = None
+    """Free text and parts that have a structure, as JSON: XGrammar's formats, or the older structures and triggers."""
     disable_any_whitespace: bool = False
     """No whitespace between the tokens of JSON."""
     whitespace_pattern: str | None = None
@@ -40,12 +42,14 @@ class StructuredOutputsParams:
             raise ValueError(
                 f"structured_outputs has {', '.join(given) or 'nothing'}; wanted exactly one of {', '.join(_KINDS)}"
             )
-        if isinstance(self.json, Mapping | bool):
-            try:
-                object.__setattr__(self, "json", json.dumps(self.json, ensure_ascii=False))
-            except (TypeError, ValueError, RecursionError) as error:
-                raise ValueError(f"structured_outputs.json is not a JSON schema: {error}") from error
-        for name in ("json", "regex", "grammar", "whitespace_pattern"):
+        for name, wanted in (("json", "a JSON schema"), ("structural_tag", "JSON")):
+            value = getattr(self, name)
+            if isinstance(value, Mapping) or (name == "json" and isinstance(value, bool)):
+                try:
+                    object.__setattr__(self, name, json.dumps(value, ensure_ascii=False))
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise ValueError(f"structured_outputs.{name} is not {wanted}: {error}") from error
+        for name in ("json", "regex", "grammar", "structural_tag", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 raise ValueError(

@@ -10,10 +10,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rimuru_jax import structural_tag
 from rimuru_jax.sampling_params import StructuredOutputsParams
 from rimuru_jax.tokenizer import Tokenizer, require_tokenizer
 
@@ -102,13 +103,58 @@ class GrammarCompiler:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __contains__(self, params: StructuredOutputsParams) -> bool:
-        """Whether `compile` has it at hand."""
-        return definition(params) in self._compiled
+    def __contains__(self, definition: str) -> bool:
+        """Whether `compile` has what is defined like this at hand."""
+        return definition in self._compiled
+
+    def definition(self, params: StructuredOutputsParams) -> str:
+        """The grammar in llguidance's words. Raises ValueError, in one sentence, for what is none or too large."""
+        kind = _kind(params)
+        text = (
+            params.json
+            or params.regex
+            or params.grammar
+            or params.structural_tag
+            or "".join(params.choice or ())
+        )
+        assert isinstance(text, str)
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"structured_outputs.{kind} holds half of a surrogate pair, which is not valid Unicode"
+            ) from error
+        if size > MAX_DEFINITION_BYTES:
+            raise ValueError(
+                f"structured_outputs.{kind} has {size} bytes; wanted at most {MAX_DEFINITION_BYTES}"
+            )
+        matcher = _llguidance().LLMatcher
+        tokens = self._special_tokens() if kind == "structural_tag" else {}
+        try:
+            if params.json is not None or params.json_object:
+                return matcher.grammar_from_json_schema(
+                    text or '{"type": "object"}', overrides=_options(params)
+                )
+            if params.choice is not None:
+                texts = (json.dumps(choice, ensure_ascii=False) for choice in params.choice)
+                return matcher.grammar_from_lark("start: " + " | ".join(texts))
+            if params.structural_tag is None:
+                return matcher.grammar_from_lark(_expression_grammar(kind, text))
+
+            def part(kind: str, content: Any) -> dict[str, Any]:
+                if kind != "json_schema":
+                    return {"lark_grammar": _expression_grammar(kind, content)}
+                schema = content if isinstance(content, bool) else {**content, "x-guidance": _options(params)}
+                return {"json_schema": schema}
+
+            control = self._tokenizer.special_token_ids if self._tokenizer else ()
+            return structural_tag.grammar_of(json.loads(text), tokens, control, part)
+        except Exception as error:  # the converters raise what they like
+            raise ValueError(f"structured_outputs.{kind} cannot be used: {_sentence(str(error))}") from error
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """A grammar at its beginning. Raises ValueError in one sentence."""
-        key = definition(params)
+        key = self.definition(params)
         num_words = -(-self._vocab_size // 32)
         with self._lock:
             matcher = self._compiled.get(key)
@@ -127,6 +173,13 @@ class GrammarCompiler:
             while len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
             return Grammar(matcher.deep_copy(), num_words)
+
+    def _special_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that llguidance makes from no text, by name."""
+        known = self._vocabulary()
+        assert self._tokenizer is not None
+        added = self._tokenizer.backend.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if known.is_special_token(number)}
 
     def _vocabulary(self) -> "LLTokenizer":
         with self._lock:
@@ -150,43 +203,26 @@ class GrammarCompiler:
             return self._tokens
 
 
-def definition(params: StructuredOutputsParams) -> str:
-    """The grammar in llguidance's words. Raises ValueError, in one sentence, for what is none or too large."""
-    kind = _kind(params)
-    text = params.json or params.regex or params.grammar or "".join(params.choice or ())
-    assert isinstance(text, str)
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"structured_outputs.{kind} holds half of a surrogate pair, which is not valid Unicode"
-        ) from error
-    if size > MAX_DEFINITION_BYTES:
-        raise ValueError(f"structured_outputs.{kind} has {size} bytes; wanted at most {MAX_DEFINITION_BYTES}")
-    matcher = _llguidance().LLMatcher
-    try:
-        if params.json is not None or params.json_object:
-            return matcher.grammar_from_json_schema(
-                text or '{"type": "object"}',
-                overrides={
-                    "whitespace_flexible": not params.disable_any_whitespace,
-                    "whitespace_pattern": params.whitespace_pattern,
-                },
-            )
-        if params.regex is not None:
-            return matcher.grammar_from_regex(params.regex)
-        if params.choice is not None:
-            texts = (json.dumps(choice, ensure_ascii=False) for choice in params.choice)
-            return matcher.grammar_from_lark("start: " + " | ".join(texts))
-        from llguidance.gbnf_to_lark import any_to_lark
+def _options(params: StructuredOutputsParams) -> Any:
+    """How the text of JSON may look, in llguidance's words."""
+    return {
+        "whitespace_flexible": not params.disable_any_whitespace,
+        "whitespace_pattern": params.whitespace_pattern,
+    }
 
-        return matcher.grammar_from_lark(any_to_lark(text))
-    except Exception as error:  # the converters raise what they like
-        raise ValueError(f"structured_outputs.{kind} cannot be used: {_sentence(str(error))}") from error
+
+def _expression_grammar(kind: str, text: str) -> str:
+    """The Lark grammar of a "regex", or of a "grammar" in any notation."""
+    if kind == "regex":
+        grammars = json.loads(_llguidance().LLMatcher.grammar_from_regex(text))["grammars"]
+        return grammars[0]["lark_grammar"]
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    return any_to_lark(text)
 
 
 def _kind(params: StructuredOutputsParams) -> str:
-    names = ("json", "regex", "choice", "grammar", "json_object")
+    names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
     return next(name for name in names if getattr(params, name) is not None)
 
 

@@ -12,7 +12,7 @@ PACKAGE = Path(rimuru_jax.__file__).parent
 # A module may import modules of its own layer and of those before it.
 LAYERS = (
     ("host", "sampling_params", "outputs", "chat_template"),
-    ("config", "array_types", "tokenizer", "generation_config", "structured_output"),
+    ("config", "array_types", "tokenizer", "generation_config", "structural_tag", "structured_output"),
     ("cuda_driver", "host_memory"),
     ("pallas",),
     ("models",),

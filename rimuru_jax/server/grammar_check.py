@@ -6,7 +6,7 @@ import sys
 
 from rimuru_jax.sampling_params import StructuredOutputsParams
 from rimuru_jax.server.refusals import RefusedError
-from rimuru_jax.structured_output import PARSER_LIMITS, GrammarCompiler, definition
+from rimuru_jax.structured_output import PARSER_LIMITS, GrammarCompiler
 
 SECONDS = 10.0
 """What compiling one grammar may take."""
@@ -39,9 +39,10 @@ class GrammarCheck:
         if params is None:
             return
         try:
-            if params not in self._compiler:
+            definition = await asyncio.to_thread(self._compiler.definition, params)
+            if definition not in self._compiler:
                 async with self._slots:
-                    await self._trial(definition(params))
+                    await self._trial(definition)
                     await asyncio.to_thread(self._compiler.compile, params)
         except ValueError as error:
             raise RefusedError(400, str(error)) from error

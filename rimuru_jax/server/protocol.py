@@ -53,7 +53,7 @@ class _Sampling(BaseModel):
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,200}$")
     """Name of the request, for `/abort_requests`; a random one otherwise."""
     response_format: dict[str, Any] | None = None
-    """OpenAI's: "text", "json_object" or "json_schema"."""
+    """OpenAI's "text", "json_object" or "json_schema", or vLLM's "structural_tag"."""
     structured_outputs: dict[str, Any] | None = None
     """vLLM's: fields of `StructuredOutputsParams`."""
 
@@ -106,9 +106,11 @@ class _Sampling(BaseModel):
             return None
         if kind == "json_object":
             return StructuredOutputsParams(json_object=True)
+        if kind == "structural_tag":
+            return StructuredOutputsParams(structural_tag=self.response_format)
         if kind != "json_schema":
             raise ValueError(
-                f"response_format.type is {kind!r}, it must be 'text', 'json_object' or 'json_schema'"
+                f"response_format.type is {kind!r}, it must be 'text', 'json_object', 'json_schema' or 'structural_tag'"
             )
         schema = (self.response_format or {}).get("json_schema")
         schema = schema.get("schema") if isinstance(schema, dict) else None

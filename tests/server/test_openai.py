@@ -191,6 +191,26 @@ def test_structured_outputs_of_vllm(client):
     assert complete(choice=["Rome", "Paris", "Berlin"]) == "Paris"
     assert re.fullmatch(r"[A-Z]{4}\d", complete(regex=r"[A-Z]{4}\d"))
     assert re.fullmatch(r"\([a-z]{3}\)", complete(grammar='start: "(" /[a-z]{3}/ ")"'))
+    numbers = {
+        "structures": [{"begin": " Paris", "schema": {"enum": [12, 34]}, "end": "!"}],
+        "triggers": [" Paris"],
+    }
+    assert re.fullmatch(r"(?s).* Paris(12|34)!.*", complete(structural_tag=json.dumps(numbers)))
+
+
+def test_structural_tag_as_a_response_format(client):
+    city = {
+        "type": "tag",
+        "begin": "<city>",
+        "content": {"type": "regex", "pattern": "[A-Z][a-z]{2,8}"},
+        "end": "</city>",
+    }
+    form = {"type": "triggered_tags", "triggers": ["<city>"], "tags": [city], "at_least_one": True}
+    answer = client.chat.completions.create(
+        model="smol", messages=QUESTION, temperature=0, max_tokens=30,
+        extra_body={"response_format": {"type": "structural_tag", "format": form}},
+    )  # fmt: skip
+    assert re.match("<city>[A-Z][a-z]{2,8}</city>", answer.choices[0].message.content)
 
 
 TOOLS = [
@@ -345,6 +365,7 @@ def test_metrics_and_pool(client, served):
         ("/v1/chat/completions", {"messages": QUESTION, "response_format": {"type": "xml"}}, 400, "response_format.type is 'xml'"),
         ("/v1/chat/completions", {"messages": QUESTION, "response_format": {"type": "json_schema"}}, 400, "json_schema.schema is None"),
         ("/v1/chat/completions", {"messages": QUESTION, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, 400, "Invalid type: no"),
+        ("/v1/completions", {"prompt": "x", "response_format": {"type": "structural_tag"}}, 400, "structural_tag cannot be used: it has the format None"),
         ("/v1/completions", {"prompt": "x", "guided_regex": "a"}, 400, "guided_regex is called structured_outputs.regex now"),
         ("/v1/completions", {"prompt": "x", "structured_outputs": {"regx": "a"}}, 400, "structured_outputs has 'regx'"),
         ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "("}, "stream": True}, 400, "unclosed group"),
