@@ -90,6 +90,12 @@ class Rows:
         pages = [get(pool, self.view, self.pages[row] + index) for index in range(self.run)]
         return np.stack(pages).astype(np.float64)
 
+    def state_on_device(self, pool: jax.Array, row: int) -> np.ndarray:
+        """As `state_in`, of a pool too large to be copied."""
+        pages = jnp.asarray(self.pages[row] + np.arange(self.run, dtype=np.int32))
+        # Compiled as one, lest the whole pool be widened before the pages are picked.
+        return np.asarray(jax.jit(self.view.read)(pool, pages), np.float64)
+
     def check(self, out, pool, expected: list[tuple[np.ndarray, np.ndarray]]) -> None:
         """Outputs and states as the oracle has them (one pair a row), and no other page touched."""
         assert np.isfinite(np.asarray(out, np.float32)).all(), "padding too"
