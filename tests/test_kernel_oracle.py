@@ -61,8 +61,11 @@ SIZES: dict[str, tuple[dict[str, int], set[str]]] = {
 """What differs from the tiny models, beside a hidden size of 256, and the operators that must be kernels."""
 
 
-def build(name: str, folder: Path) -> Any:
-    """A `transformers` model in float32, saved as a checkpoint in `folder`."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def build(name: str, folder: Path, every_expert: bool) -> Any:
+    """A `transformers` model in float32, saved as a checkpoint in `folder`; `every_expert`: each token goes to all."""
     from tests.oracle import make_oracle
 
     config, model_class = make_oracle.CASES[name]()
@@ -70,6 +73,9 @@ def build(name: str, folder: Path) -> Any:
     for field, value in SIZES[name][0].items():
         assert hasattr(config, field), field
         setattr(config, field, value)
+    if every_expert:
+        counts = (getattr(config, field, None) for field in EXPERT_COUNTS)
+        config.num_experts_per_tok = next(count for count in counts if count)
     model = make_oracle.init_weights(model_class(config).float(), seed=1).eval()
     make_oracle.write_checkpoint(model, str(folder))
     return model
@@ -97,9 +103,10 @@ def errors(engine: Engine, prompts: list[list[int]], wanted: Callable[[Sequence[
     return found
 
 
+@pytest.mark.parametrize("every_expert", [False, True], ids=["chosen", "every_expert"])
 @pytest.mark.parametrize("name", SIZES)
-def test_kernels_are_as_near_to_float32_as_the_reference(name, tmp_path, monkeypatch):
-    model = build(name, tmp_path / name)
+def test_kernels_are_as_near_to_float32_as_the_reference(name, every_expert, tmp_path, monkeypatch):
+    model = build(name, tmp_path / name, every_expert)
     rng = np.random.default_rng(7)
     prompts = [rng.integers(3, VOCAB - 8, n).tolist() for n in LENGTHS]
     used: set[tuple[str, str]] = set()
@@ -132,8 +139,10 @@ def test_kernels_are_as_near_to_float32_as_the_reference(name, tmp_path, monkeyp
     monkeypatch.setattr(implementation, "device_refusal", lambda: "the reference is asked for")
     reference = run()
     assert {chosen for _, chosen in used} == {"reference"}
-    # A router near a tie chooses otherwise in bfloat16 and moves single tokens by far: medians say more than maxima.
-    print(name, "median errors", np.median(kernels), np.median(reference))
+    print(name, "errors at 50, 90, 99 %", *(np.percentile(e, [50, 90, 99]) for e in (kernels, reference)))
     # Two ways to round to bfloat16 differ by some percent in such medians, either way, without one being the better.
     assert np.median(kernels) <= 1.2 * np.median(reference) + 5e-3
-    assert np.mean(kernels > 3 * np.median(reference)) <= np.mean(reference > 3 * np.median(reference)) + 0.05
+    # A router near a tie chooses otherwise in bfloat16, for good in what a state remembers: few tokens decide how many
+    # others are far off, by chance. Where no router chooses, the worst say as much as the median.
+    if every_expert:
+        assert np.percentile(kernels, 99) <= 1.5 * np.percentile(reference, 99) + 5e-3
