@@ -145,10 +145,10 @@ def conv(implementation, case, inputs, pool, pages):
     )  # fmt: skip
 
 
-OPERATORS = (
-    Layer(name="gated_delta_rule, 16/32 heads of 128 x 128", view=DELTA_VIEW, run=1, inputs=delta_inputs, call=delta),
-    Layer(name="selective_scan, 64 heads of 64 x 128, 8 groups", view=SCAN_VIEW, run=1, inputs=scan_inputs, call=scan),
-    Layer(
+OPERATORS = {
+    "gated_delta_rule": Layer(name="gated_delta_rule, 16/32 heads of 128 x 128", view=DELTA_VIEW, run=1, inputs=delta_inputs, call=delta),
+    "selective_scan": Layer(name="selective_scan, 64 heads of 64 x 128, 8 groups", view=SCAN_VIEW, run=1, inputs=scan_inputs, call=scan),
+    "causal_conv1d": Layer(
         name="causal_conv1d, 8192 channels, kernel of 4",
         view=CONV_VIEW,
         run=3,
@@ -156,7 +156,7 @@ OPERATORS = (
         call=conv,
         activation_bytes=2 * 2 * 8192,
     ),
-)  # fmt: skip
+}  # fmt: skip
 CASES = (
     *(Case(rows=rows, length=1) for rows in (1, 64, 256)),
     *(Case(rows=rows, length=8192 // rows) for rows in (1, 4, 16)),
@@ -224,6 +224,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--launches", type=int, default=10)
+    parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=[*OPERATORS])
     args = parser.parse_args()
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
@@ -234,7 +235,7 @@ def main() -> None:
     print(f"copy: {copied / 1e12:.2f} TB/s")
     missing = recurrent_fla.missing()
     print(f"flash-linear-attention: {missing or version('fla-core')}")
-    for layer in OPERATORS:
+    for layer in map(OPERATORS.__getitem__, args.operators):
         with_fla = layer.call is delta and not missing
         print(f"\n{layer.name}\n")
         print(f"| case | kernels | spread | rate | reference | reference / kernels |{' fla | fla / kernels | apart |' * with_fla}")  # fmt: skip
