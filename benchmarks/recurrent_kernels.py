@@ -4,18 +4,20 @@
 
 Random data at the shapes of Qwen3-Next (gated delta rule, convolution) and Nemotron-3-Nano (selective scan); float32
 states in random pages. A program runs several calls, each over pages of its own, so that no state is left in the cache
-from the call before, and each feeding its outputs to the next. The sides take turns: a round is `launches` programs
+from the call before, and each feeding its outputs to the next (added to its input, but those of a convolution as they
+are: such an addition would take longer than it). The sides take turns: a round is `launches` programs
 of one, then of the other, timed from the first dispatch to the last result, so that what the host does hides behind the
 device; the median round counts. A time is that of one call: a share of what it takes to start a program is in it, so that
 programs of decodes have as many calls as a model has layers. The reference is slow, and runs a few programs only.
 
-Decode counts the bytes of states, read once and written once (a convolution also its inputs and outputs); the first
-line says at which rate the card copies a large array. Prefill counts tokens. The gated delta rule also runs in
+Decode counts the bytes of states, read once and written once (a convolution also its inputs and outputs, and so in a
+prefill); the first line says at which rate the card copies a large array. Other prefills count tokens. The gated delta rule also runs in
 flash-linear-attention, if that is there (see `recurrent_fla`); "apart" is how far the outputs of its
 last call are from ours.
 """
 
 import argparse
+import operator
 import platform
 import statistics
 import subprocess
@@ -84,10 +86,12 @@ class Layer:
     run: int
     """Consecutive pages of a state."""
     inputs: Callable[[Case], tuple[Array, ...]]
-    """The first of them gets each call's output added to it."""
+    """The first of them changes from call to call."""
     call: Operator
     activation_bytes: int = 0
     """Bytes of inputs and outputs of a token that count."""
+    next_input: Callable[[Array, Array], Array] = operator.add
+    """The next call's first input, of a call's first input and its output."""
 
     def bytes(self, case: Case) -> int:
         return case.rows * self.run * self.view.words * 2 * 2 + case.tokens * self.activation_bytes
@@ -155,6 +159,7 @@ OPERATORS = {
         inputs=conv_inputs,
         call=conv,
         activation_bytes=2 * 2 * 8192,
+        next_input=lambda first, out: out,
     ),
 }  # fmt: skip
 CASES = (
@@ -182,7 +187,7 @@ class Program:
             out = first
             for ids in pages:
                 out, pool = one(implementation, case, (first, *rest), pool, ids)
-                first += out
+                first = layer.next_input(first, out)
             return out, pool
 
         lowered = jax.jit(calls, donate_argnums=0).lower(self.pool, self.pages, self.inputs)
@@ -256,7 +261,7 @@ def main() -> None:
                 if index <= REFERENCE_ROUNDS:
                     reference_times.append(reference.seconds(1))
             ours, reference_time = (statistics.median(x[1:]) for x in (times, reference_times))
-            if case.length == 1:
+            if case.length == 1 or layer.activation_bytes:
                 moved = layer.bytes(case) / ours
                 rate = f"{moved / 1e12:.2f} TB/s, {moved / copied:.0%} of the copy"
             else:

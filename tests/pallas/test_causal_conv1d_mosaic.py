@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rimuru_jax.pallas.causal_conv1d import causal_conv1d, mosaic_gpu
+from rimuru_jax.pallas.causal_conv1d import causal_conv1d, mosaic_gpu, mosaic_tokens
 from tests.pallas.paged import view
 from tests.pallas.recurrent import DECODES, RAGGED, Rows, move_beyond_2_to_the_31, norm_error
 
@@ -73,6 +73,21 @@ def test_interpreted(rows, setting, silu):
     given.check(out, pool, list(oracle(given, x, weight, bias, silu)))
 
 
+@pytest.mark.parametrize("end", [0, 70, 150])
+def test_tokens_interpreted(end):
+    """Three blocks, of which the last is cut short; padding is NaN and gives what is finite."""
+    rng = np.random.default_rng(3)
+    x, taps = rng.normal(size=(150, 128)).astype(np.float32), rng.normal(size=(5, 128)).astype(np.float32)
+    x[end:] = np.nan
+    call = functools.partial(mosaic_tokens.convolve_tokens, activation=None)
+    out = call(
+        *map(jnp.asarray, (x, taps, np.int32(end))), interpret=plgpu.InterpretGPUParams(detect_races=True)
+    )
+    assert np.isfinite(out).all()
+    wanted = sum(x[j : max(end, 3) - 3 + j].astype(np.float64) * taps[j] for j in range(4)) + taps[4]
+    np.testing.assert_allclose(out[3 : max(end, 3)], wanted, rtol=1e-4, atol=1e-5)
+
+
 SHAPES = {
     "qwen3-next": (8192, "bfloat16", None),
     "nemotron": (6144, "bfloat16", None),
@@ -103,7 +118,7 @@ def test_lowers_for_cuda(shape):
         .lower(lowering_platforms=("cuda",))
         .as_text()
     )
-    assert text.count("@mosaic_gpu") == 1
+    assert text.count("@mosaic_gpu") == 2
 
 
 def test_refusals():

@@ -282,7 +282,7 @@ CASES = {
         operator=functools.partial(conv.causal_conv1d, view=CONV, bias=None, activation="silu"),
         arguments={"x": ((8192, 8192), jnp.bfloat16), "weight": ((8192, 4), jnp.bfloat16), **rows_of(64)},
         words=3 * CONV.stride,
-        temporaries=300,
+        kernels=2,
     ),
     "a scan over layers": step(2048, 4),
 }  # fmt: skip

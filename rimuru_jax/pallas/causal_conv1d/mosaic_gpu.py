@@ -1,7 +1,7 @@
-"""Causal convolution on Hopper: XLA convolves the tokens, a Mosaic GPU kernel does what needs a row's state.
+"""Causal convolution on Hopper: one Mosaic GPU kernel convolves the tokens, another does what needs a row's state.
 
-A token at least `past = kernel - 1` tokens into its row sees tokens alone, and one XLA fusion of shifted reads serves all of
-these. The kernel overwrites the outputs of the first `past` tokens of each row and renews the states:
+A token at least `past = kernel - 1` tokens into its row sees tokens alone: `mosaic_tokens` serves all of these. The kernel
+here overwrites the outputs of the first `past` tokens of each row and renews the states:
 
     block = (row, up to 1024 channels)   one warpgroup
     seen         s s s t t t            the old state and the first tokens: they give `past` outputs
@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from rimuru_jax.array_types import Pool
+from rimuru_jax.pallas.causal_conv1d.mosaic_tokens import activate, convolve_tokens
 from rimuru_jax.pallas.memory_view import MemoryView
 from rimuru_jax.pallas.ragged import update_in_place
 
@@ -62,12 +63,12 @@ def causal_conv1d(
     `interpret`: an `InterpretGPUParams` runs the kernel on a CPU, slowly.
     """
     tokens, channels = x.shape
-    taps = weight.astype(jnp.float32).T
     bias = jnp.zeros(channels, jnp.float32) if bias is None else bias.astype(jnp.float32)
+    taps = jnp.concatenate([weight.astype(jnp.float32).T, bias[None]])
     rows = jnp.stack(
         [pages, query_start[:-1], query_start[1:] - query_start[:-1], has_state.astype(jnp.int32)]
     )
-    out = _without_states(x, taps, bias, query_start[-1], activation)
+    out = convolve_tokens(x, taps, query_start[-1], activation=activation, interpret=interpret)
 
     def kernel(states: Any) -> Array:
         ref = jax.new_ref(out.reshape(tokens, -1, LANES))
@@ -76,31 +77,13 @@ def causal_conv1d(
             states,
             rows,
             x.reshape(tokens, -1, LANES),
-            jnp.concatenate([taps, bias[None]]).reshape(-1, channels // LANES, LANES),
+            taps.reshape(-1, channels // LANES, LANES),
             activation=activation,
             interpret=interpret,
         )
         return jax.freeze(ref).reshape(tokens, channels)
 
     return update_in_place(pool, view, (channels // LANES, LANES), kernel)
-
-
-def _without_states(
-    x: Float[Array, "T c"],
-    taps: Float32[Array, "kernel c"],
-    bias: Float32[Array, " c"],
-    end: Int32[Array, ""],
-    activation: str | None,
-) -> Float[Array, "T c"]:
-    """The convolution as if all tokens were one row without a state; padding, from token `end` on, reads as zeros."""
-    tokens, kernel = x.shape[0], taps.shape[0]
-    is_token = jnp.arange(tokens, dtype=jnp.int32) < end
-    x = jnp.where(is_token[:, None], x, jnp.zeros((), x.dtype))
-    out = jnp.zeros(x.shape, jnp.float32)
-    for back in range(kernel):
-        tap = jnp.pad(x, ((back, 0), (0, 0)))[:tokens].astype(jnp.float32)
-        out += tap * taps[kernel - 1 - back][None, :]
-    return _activate(out + bias[None, :], activation).astype(x.dtype)
 
 
 def _row_starts(
@@ -180,7 +163,7 @@ def _row_starts(
                     total = jnp.zeros(seen.shape[1:], jnp.float32)
                     for back in range(past + 1):
                         total += seen[past + i - back].astype(jnp.float32) * taps_smem[past - back]
-                    total = _activate(total + taps_smem[past + 1], activation)
+                    total = activate(total + taps_smem[past + 1], activation)
                     o_smem[i] = total.astype(o_smem.dtype)
 
             plgpu.commit_smem()
@@ -219,7 +202,3 @@ def _row_starts(
         interpret=interpret,
     )
     kernel(rows, x, taps, states, out)
-
-
-def _activate(x: Float32[Array, "..."], activation: str | None) -> Float32[Array, "..."]:
-    return x / (1 + jnp.exp(-x)) if activation == "silu" else x
