@@ -5,8 +5,10 @@ the versions of JAX and of the device's software, and the shapes. Files are pick
 the folder must be the user's own.
 """
 
+import dataclasses
 import functools
 import hashlib
+import inspect
 import logging
 import os
 import pickle
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import serialize_executable
 
 logger = logging.getLogger(__name__)
@@ -27,6 +30,10 @@ MODELS_KEPT = 8
 
 _SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_debug_nans")
 """Of JAX's settings, those that change a program."""
+
+
+_DATA = (bool, int, float, str, bytes, np.dtype)
+"""Of such values the `repr` says all."""
 
 
 class CompiledSteps:
@@ -74,10 +81,28 @@ class CompiledSteps:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def made_here(functions: Mapping[Any, Any]) -> bool:
-    """Whether all of these functions come from this package, so that its sources say what they do."""
-    package = __name__.partition(".")[0]
-    return all(function.__module__.partition(".")[0] == package for function in functions.values())
+def made_here(*what: Any) -> bool:
+    """Whether all code that `what` names comes from this package, so that its sources say what it does.
+
+    Looks into mappings, sequences and dataclasses, and asks each function, class and object where it is from.
+    """
+    return all(_is_made_here(part) for part in what)
+
+
+def _is_made_here(what: Any) -> bool:
+    if what is None or isinstance(what, _DATA):
+        return True
+    if isinstance(what, Mapping):
+        return made_here(*what.keys(), *what.values())
+    if type(what) in (tuple, list, set, frozenset):
+        return made_here(*what)
+    has_name = isinstance(what, type) or inspect.isroutine(what)
+    module = (what if has_name else type(what)).__module__ or ""
+    if module.partition(".")[0] != __name__.partition(".")[0]:
+        return False
+    if dataclasses.is_dataclass(what) and not has_name:
+        return made_here(*(getattr(what, field.name) for field in dataclasses.fields(what)))
+    return made_here(*what) if isinstance(what, tuple) else True
 
 
 def _environment() -> tuple[str, ...]:

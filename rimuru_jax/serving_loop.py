@@ -377,9 +377,9 @@ class ServingLoop:
             np.zeros((layers, 0), np.int32),
             np.zeros((2, 0, moe.matrices), np.int32),
         )
-        # What mixers of one's own do, no key could tell.
+        # What layers and functions of one's own do, no key could tell.
         self._cache = None
-        if cache is not None and made_here(stack.MIXERS):
+        if cache is not None and made_here(spec, stack.EXTENSIONS):
             self._cache = CompiledSteps(cache, self._program_key())
 
     def update_tables(self, updates: Mapping[str, tuple[HostIntArray, HostIntArray]]) -> None:

@@ -1,21 +1,26 @@
 """Compiled steps kept between runs: found again for the same program, and for no other."""
 
 import dataclasses
+import functools
+import importlib
+import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from rimuru_jax import compiled_steps, serving_loop
+from rimuru_jax import compiled_steps, models, pallas, serving_loop
 from rimuru_jax.compiled_steps import CompiledSteps, made_here
 from rimuru_jax.host.pool_plan import choose_layout
 from rimuru_jax.models import stack
 from rimuru_jax.models.checkpoint import load_checkpoint
-from rimuru_jax.models.config import ElementBytes
+from rimuru_jax.models.config import ElementBytes, LayerSpec, Moe
 from rimuru_jax.models.context import ModelSpec
+from rimuru_jax.models.hybrid import hybrid
 from rimuru_jax.models.stack import stack_params
 from rimuru_jax.serving_loop import Bucket, ServingLoop, empty_batch
 from tests.models.tiny_checkpoints import write_checkpoint
@@ -111,8 +116,50 @@ def test_a_second_start_traces_no_step(tmp_path, monkeypatch):
         start()
 
 
+@dataclasses.dataclass(frozen=True)
+class Foreign:
+    width: int = 3
+
+
 def test_what_is_made_here():
-    assert made_here(stack.MIXERS) and not made_here({int: double})
+    moe = Moe(num_experts=4, num_experts_per_tok=2, intermediate_size=32, normalize=True)
+    config = hybrid(("gdn", "attn"), hidden_size=64, vocab_size=96, moe=moe)
+    assert made_here(
+        config, stack.EXTENSIONS, Moe, "silu", np.dtype("float32"), jnp.dtype(jnp.bfloat16), None
+    )
+    for foreign in (
+        double,
+        Foreign,
+        Foreign(),
+        lambda: 3,
+        functools.partial(stack.forward),
+        {"mine": double},
+        {Foreign: stack.forward},
+        (1, [double]),
+        # Wherever in a model's config: a layer's kind, a function in place of a name.
+        dataclasses.replace(config, layers=(*config.layers, LayerSpec(ffn=Foreign()))),  # type: ignore[arg-type]
+        dataclasses.replace(
+            config, layers=(LayerSpec(ffn=dataclasses.replace(moe, activation=jax.nn.relu)),)
+        ),
+    ):
+        assert not made_here(foreign), foreign
+
+
+def test_every_open_table_of_functions_is_asked():
+    """One that someone adds to and that nobody asks would make a stale program pass for the new one."""
+    tables = {}
+    for part in (models, pallas):
+        for info in pkgutil.walk_packages(part.__path__, f"{part.__name__}."):
+            module = importlib.import_module(info.name)
+            tables |= {
+                id(value): f"{info.name}.{name}"
+                for name, value in vars(module).items()
+                if isinstance(value, dict)
+                and value
+                and all(map(callable, value.values()))
+                and not name.startswith("__")
+            }
+    assert set(tables) == set(map(id, stack.EXTENSIONS)), tables
 
 
 def test_a_disk_that_refuses_leaves_nothing_behind(tmp_path, monkeypatch, caplog):

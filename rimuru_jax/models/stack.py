@@ -122,6 +122,9 @@ MIXERS: dict[type, Callable[..., tuple[Hidden, Pool]]] = {
 serve a mixer of your own.
 """
 
+EXTENSIONS: tuple[Mapping[Any, Any], ...] = (MIXERS,)
+"""All tables of functions of a step that are open to additions: the package's sources do not say what is in them."""
+
 
 def forward(
     spec: ModelSpec,
