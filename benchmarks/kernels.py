@@ -22,7 +22,7 @@ from jax import lax
 from rimuru_jax.host.expert_cache import HOST
 from rimuru_jax.host_memory import device_view, empty_pages
 from rimuru_jax.pallas.memory_view import MemoryView
-from rimuru_jax.pallas.moe_routing import route_and_group
+from rimuru_jax.pallas.moe_routing import Scoring, route_and_group
 from rimuru_jax.pallas.page_loads import PageLoads
 from rimuru_jax.pallas.paged_moe import mosaic_gpu, token_tile
 from rimuru_jax.pallas.paged_moe.activations import activation_named
@@ -129,7 +129,7 @@ class Case:
 
         def routing(logits):
             counted = jnp.full(self.tokens, valid)
-            _, mix, groups = route_and_group(logits, counted, shape.top_k, tile=tile, normalize=True)
+            _, mix, groups = route_and_group(logits, counted, shape.top_k, Scoring(normalize=True), tile=tile)
             return mix, groups
 
         @jax.jit

@@ -25,7 +25,7 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rimuru_jax.pallas.implementation import Implementation
-from rimuru_jax.pallas.moe_routing import route_and_group
+from rimuru_jax.pallas.moe_routing import Scoring, route_and_group
 from rimuru_jax.pallas.paged_moe.mosaic_gpu import token_tile
 
 CALLS = 64
@@ -46,7 +46,7 @@ def program(side: Side, experts: int, top_k: int, tokens: int) -> Callable[[], A
     def call(valid: Array, logits: Array):
         if side is None:
             return (valid,)
-        return route_and_group(logits, valid, top_k, tile=tile, normalize=True, implementation=side)
+        return route_and_group(logits, valid, top_k, Scoring(normalize=True), tile=tile, implementation=side)
 
     def chain(valid: Array, logits: Array):
         ref = jax.new_ref(logits.reshape(-1))

@@ -8,7 +8,7 @@ from rimuru_jax.array_types import Hidden, Pool
 from rimuru_jax.models.config import Moe
 from rimuru_jax.models.context import LayerParams, StepContext
 from rimuru_jax.models.layers import linear, mlp
-from rimuru_jax.pallas.moe_routing import route_and_group
+from rimuru_jax.pallas.moe_routing import Scoring, route_and_group
 from rimuru_jax.pallas.page_update import load_pages
 from rimuru_jax.pallas.paged_moe import paged_moe, token_tile
 
@@ -19,18 +19,21 @@ def moe(
 ) -> tuple[Hidden, Pool, tuple[Array, Array, Array]]:
     """MoE layer number `index`. Also returns its router counts, chosen experts and their weights."""
     pairs = x.shape[0] * layer.num_experts_per_tok
-    chosen, weights, routing = route_and_group(
-        linear(x, params["router"], params.get("router_bias"), jnp.float32),
-        step.valid,
-        layer.num_experts_per_tok,
-        tile=token_tile(pairs, layer.num_experts, step.spec.expert_view, layer.matrices),
+    scoring = Scoring(
         normalize=layer.normalize,
-        scoring=layer.scoring,
-        selection_bias=params.get("selection_bias"),
+        function=layer.scoring,
         num_groups=layer.num_groups,
         top_groups=layer.top_groups,
         normalize_epsilon=layer.normalize_epsilon,
         scale=layer.scale,
+    )
+    chosen, weights, routing = route_and_group(
+        linear(x, params["router"], params.get("router_bias"), jnp.float32),
+        step.valid,
+        layer.num_experts_per_tok,
+        scoring,
+        tile=token_tile(pairs, layer.num_experts, step.spec.expert_view, layer.matrices),
+        selection_bias=params.get("selection_bias"),
     )
     biases = None
     if layer.expert_bias:

@@ -28,7 +28,7 @@ from rimuru_jax.pallas import implementation
 from rimuru_jax.pallas.causal_conv1d import mosaic_gpu as conv
 from rimuru_jax.pallas.gated_delta_rule import mosaic_gpu as delta
 from rimuru_jax.pallas.memory_view import MemoryView
-from rimuru_jax.pallas.moe_routing import group_tokens
+from rimuru_jax.pallas.moe_routing import Scoring, group_tokens
 from rimuru_jax.pallas.moe_routing import mosaic_gpu as routing_kernels
 from rimuru_jax.pallas.moe_routing.api import most_tiles
 from rimuru_jax.pallas.page_loads import PageLoads
@@ -131,13 +131,11 @@ def routing(tokens: int, experts: int, top_k: int, groups: int = 1) -> Case:
             top_k,
             tile,
             most_tiles(tokens * top_k, experts, tile),
-            routing_kernels.Scoring(
+            Scoring(
                 normalize=True,
-                scoring="sigmoid",
+                function="sigmoid",
                 num_groups=groups,
                 top_groups=(groups + 1) // 2,
-                normalize_epsilon=0.0,
-                scale=1.0,
             ),
         )
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rimuru_jax.pallas.moe_routing import group_tokens, route
+from rimuru_jax.pallas.moe_routing import Scoring, group_tokens, route
 from rimuru_jax.pallas.paged_moe.reference import token_tile
 
 
@@ -16,7 +16,7 @@ from rimuru_jax.pallas.paged_moe.reference import token_tile
 def test_route_token_by_token(normalize, tokens, experts, top_k):
     # Quarters make ties likely; they go to the lower expert.
     logits = np.random.default_rng(0).integers(-6, 6, (tokens, experts)).astype(np.float32) / 4
-    chosen, weights = route(jnp.asarray(logits), top_k, normalize=normalize)
+    chosen, weights = route(jnp.asarray(logits), top_k, Scoring(normalize=normalize))
     for token in range(tokens):
         e = np.exp(logits[token].astype(np.float64))
         probabilities = e / e.sum()
@@ -37,13 +37,15 @@ def test_sigmoid_router_token_by_token(num_groups, top_groups, biased):
     chosen, weights = route(
         jnp.asarray(logits),
         top_k,
-        normalize=True,
-        scoring="sigmoid",
+        Scoring(
+            normalize=True,
+            function="sigmoid",
+            num_groups=num_groups,
+            top_groups=top_groups,
+            normalize_epsilon=0.125,
+            scale=2.5,
+        ),
         selection_bias=jnp.asarray(bias) if biased else None,
-        num_groups=num_groups,
-        top_groups=top_groups,
-        normalize_epsilon=0.125,
-        scale=2.5,
     )
     size = experts // num_groups
     for token in range(tokens):
@@ -62,7 +64,7 @@ def test_sigmoid_router_token_by_token(num_groups, top_groups, biased):
 
 def test_softmax_of_the_chosen_logits():
     logits = np.random.default_rng(3).normal(size=(5, 8)).astype(np.float32)
-    chosen, weights = route(jnp.asarray(logits), 3, normalize=False, scoring="softmax_of_chosen")
+    chosen, weights = route(jnp.asarray(logits), 3, Scoring(normalize=False, function="softmax_of_chosen"))
     for token in range(5):
         best = np.argsort(-logits[token], kind="stable")[:3]
         e = np.exp(logits[token, best].astype(np.float64))
@@ -74,14 +76,14 @@ def test_softmax_of_the_chosen_logits():
     ("top_k", "options", "message"),
     [
         (5, {}, "5 experts per token asked of 4"),
-        (1, {"scoring": "relu"}, "scoring is 'relu'"),
+        (1, {"function": "relu"}, "scoring is 'relu'"),
         (1, {"num_groups": 3}, "4 experts cannot be chosen from 1 of 3 groups"),
         (3, {"num_groups": 2}, "3 experts per token do not fit into 1 groups of 2"),
     ],
 )
 def test_route_refuses(top_k, options, message):
     with pytest.raises(ValueError, match=message):
-        route(jnp.zeros((1, 4)), top_k, normalize=True, **options)
+        route(jnp.zeros((1, 4)), top_k, Scoring(normalize=True, **options))
 
 
 _group = jax.jit(group_tokens, static_argnums=2, static_argnames="tile")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rimuru_jax.pallas.moe_routing import mosaic_gpu, route_and_group
+from rimuru_jax.pallas.moe_routing import Scoring, mosaic_gpu, route_and_group
 from rimuru_jax.pallas.moe_routing.api import most_tiles
 
 
@@ -42,15 +42,15 @@ class Case:
         return logits, rng.random(self.tokens) < self.share, bias
 
     @property
-    def options(self) -> dict:
-        return {
-            "normalize": self.normalize,
-            "scoring": self.scoring,
-            "num_groups": self.groups[0],
-            "top_groups": self.groups[1],
-            "normalize_epsilon": 0.125,
-            "scale": 2.5,
-        }
+    def asked(self) -> Scoring:
+        return Scoring(
+            normalize=self.normalize,
+            function=self.scoring,
+            num_groups=self.groups[0],
+            top_groups=self.groups[1],
+            normalize_epsilon=0.125,
+            scale=2.5,
+        )
 
     def check(self, chosen, weights, tile_experts, row_tokens, pair_rows, num_tiles, counts):
         logits, valid, bias = self.inputs
@@ -110,7 +110,7 @@ class Case:
                 self.top_k,
                 self.tile,
                 tiles,
-                mosaic_gpu.Scoring(**self.options),
+                self.asked,
                 config=config,
                 interpret=interpret,
             )
@@ -164,9 +164,7 @@ def test_lowers_for_cuda_in_few_launches(experts, top_k, tokens, launches):
             top_k,
             8,
             most_tiles(tokens * top_k, experts, 8),
-            mosaic_gpu.Scoring(
-                **Case(tokens=1, experts=1, top_k=1, scoring="sigmoid", groups=(4, 2)).options
-            ),
+            Case(tokens=1, experts=1, top_k=1, scoring="sigmoid", groups=(4, 2)).asked,
         )
 
     struct = jax.ShapeDtypeStruct
@@ -214,10 +212,10 @@ def test_on_the_card(model, tokens):
             logits,
             valid,
             case.top_k,
+            case.asked,
             tile=case.tile,
             selection_bias=bias,
             implementation=implementation,
-            **case.options,
         ),
         static_argnums=3,
     )

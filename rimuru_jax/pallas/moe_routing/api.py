@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from rimuru_jax.pallas.implementation import Implementation, resolve
 from rimuru_jax.pallas.moe_routing import mosaic_gpu, reference
+from rimuru_jax.pallas.moe_routing.scoring import Scoring
 
 AVAILABLE = ("reference", "mosaic_gpu")
 
@@ -28,15 +29,10 @@ def route_and_group(
     logits: Float[Array, "T E"],
     valid: Bool[Array, " T"],
     num_experts_per_tok: int,
+    scoring: Scoring,
     *,
     tile: int,
-    normalize: bool,
-    scoring: str = "softmax",
     selection_bias: Float[Array, " E"] | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    normalize_epsilon: float = 0.0,
-    scale: float = 1.0,
     implementation: Implementation | None = None,
 ) -> tuple[Int32[Array, "T K"], Float[Array, "T K"], Routing]:
     """`route`, then `group_tokens` of what was chosen: the one operator that a kernel does, in one or two launches.
@@ -45,75 +41,31 @@ def route_and_group(
     than by the reference; without a bias and groups the logits decide, and the choice is the same.
     """
     experts = logits.shape[1]
-    _check(experts, num_experts_per_tok, scoring, num_groups, top_groups)
-    refusal = mosaic_gpu.refusal(experts, num_groups, num_experts_per_tok)
+    scoring.check(experts, num_experts_per_tok)
+    refusal = mosaic_gpu.refusal(experts, scoring.num_groups, num_experts_per_tok)
     if resolve("moe_routing", implementation, AVAILABLE, refusal=refusal) == "mosaic_gpu":
+        max_tiles = most_tiles(valid.shape[0] * num_experts_per_tok, experts, tile)
         chosen, weights, routing = mosaic_gpu.route_and_group(
-            logits,
-            valid,
-            selection_bias,
-            num_experts_per_tok,
-            tile,
-            most_tiles(valid.shape[0] * num_experts_per_tok, experts, tile),
-            mosaic_gpu.Scoring(
-                normalize=normalize,
-                scoring=scoring,
-                num_groups=num_groups,
-                top_groups=top_groups,
-                normalize_epsilon=normalize_epsilon,
-                scale=scale,
-            ),
+            logits, valid, selection_bias, num_experts_per_tok, tile, max_tiles, scoring
         )
         return chosen, weights, Routing(*routing)
-    chosen, weights = route(
-        logits,
-        num_experts_per_tok,
-        normalize=normalize,
-        scoring=scoring,
-        selection_bias=selection_bias,
-        num_groups=num_groups,
-        top_groups=top_groups,
-        normalize_epsilon=normalize_epsilon,
-        scale=scale,
-    )
+    chosen, weights = reference.route(logits, num_experts_per_tok, scoring, selection_bias)
     return chosen, weights, group_tokens(chosen, valid, experts, tile=tile)
 
 
 def route(
     logits: Float[Array, "T E"],
     num_experts_per_tok: int,
+    scoring: Scoring,
     *,
-    normalize: bool,
-    scoring: str = "softmax",
     selection_bias: Float[Array, " E"] | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    normalize_epsilon: float = 0.0,
-    scale: float = 1.0,
 ) -> tuple[Int32[Array, "T K"], Float[Array, "T K"]]:
     """The K best experts of each token, ties to the lower expert, and their mixing weights, in float32, in plain jnp.
 
-    Args:
-        scoring: "softmax" over all experts, "sigmoid" of each, or "softmax_of_chosen": the best logits are chosen and
-            the softmax runs over them alone.
-        selection_bias: added to the scores when experts are chosen; weights come from the scores without it.
-        num_groups: equal groups that the experts form.
-        top_groups: groups, those with the largest sums of two best (biased) scores, whose experts can be chosen.
-        normalize: divide the chosen scores by their sum plus `normalize_epsilon`.
-        scale: factor of the weights.
+    `selection_bias` is added to the scores when experts are chosen; weights come from the scores without it.
     """
-    _check(logits.shape[1], num_experts_per_tok, scoring, num_groups, top_groups)
-    return reference.route(
-        logits,
-        num_experts_per_tok,
-        normalize=normalize,
-        scoring=scoring,
-        selection_bias=selection_bias,
-        num_groups=num_groups,
-        top_groups=top_groups,
-        normalize_epsilon=normalize_epsilon,
-        scale=scale,
-    )
+    scoring.check(logits.shape[1], num_experts_per_tok)
+    return reference.route(logits, num_experts_per_tok, scoring, selection_bias)
 
 
 def group_tokens(
@@ -128,16 +80,3 @@ def most_tiles(pairs: int, experts: int, tile: int) -> int:
     """Tiles of the worst case: as many experts as can be have one pair more than fills their tiles."""
     touched = min(experts, pairs)
     return touched + (pairs - touched) // tile
-
-
-def _check(experts: int, top_k: int, scoring: str, num_groups: int, top_groups: int) -> None:
-    if not 1 <= top_k <= experts:
-        raise ValueError(f"{top_k} experts per token asked of {experts} experts")
-    if scoring not in ("softmax", "sigmoid", "softmax_of_chosen"):
-        raise ValueError(f"scoring is {scoring!r}, it must be 'softmax', 'sigmoid' or 'softmax_of_chosen'")
-    if experts % num_groups or not 1 <= top_groups <= num_groups:
-        raise ValueError(f"{experts} experts cannot be chosen from {top_groups} of {num_groups} groups")
-    if top_k > experts // num_groups * top_groups:
-        raise ValueError(
-            f"{top_k} experts per token do not fit into {top_groups} groups of {experts // num_groups}"
-        )

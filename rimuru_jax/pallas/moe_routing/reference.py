@@ -5,39 +5,35 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from rimuru_jax.pallas.moe_routing.scoring import Scoring
+
 
 def route(
     logits: Float[Array, "T E"],
     num_experts_per_tok: int,
-    *,
-    normalize: bool,
-    scoring: str,
+    scoring: Scoring,
     selection_bias: Float[Array, " E"] | None,
-    num_groups: int,
-    top_groups: int,
-    normalize_epsilon: float,
-    scale: float,
 ) -> tuple[Int32[Array, "T K"], Float[Array, "T K"]]:
     logits = logits.astype(jnp.float32)
-    if scoring == "softmax":
+    if scoring.function == "softmax":
         scores = jax.nn.softmax(logits, axis=-1)
-    elif scoring == "sigmoid":
+    elif scoring.function == "sigmoid":
         scores = jax.nn.sigmoid(logits)
     else:
         scores = logits
     # Scoring keeps the order of the logits, but its rounding makes equals of what differs: without a bias they decide.
-    biased = scores if selection_bias is not None or top_groups < num_groups else logits
+    biased = scores if selection_bias is not None or scoring.top_groups < scoring.num_groups else logits
     if selection_bias is not None:
         biased = scores + selection_bias.astype(jnp.float32)[None]
-    if top_groups < num_groups:
-        biased = _best_groups(biased, num_groups, top_groups)
+    if scoring.top_groups < scoring.num_groups:
+        biased = _best_groups(biased, scoring.num_groups, scoring.top_groups)
     _, experts = lax.top_k(biased, num_experts_per_tok)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
-    if scoring == "softmax_of_chosen":
+    if scoring.function == "softmax_of_chosen":
         weights = jax.nn.softmax(weights, axis=-1)
-    if normalize:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + normalize_epsilon)
-    return experts.astype(jnp.int32), weights * scale
+    if scoring.normalize:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + scoring.normalize_epsilon)
+    return experts.astype(jnp.int32), weights * scoring.scale
 
 
 def _best_groups(scores: Float[Array, "T E"], num_groups: int, top_groups: int) -> Float[Array, "T E"]:
