@@ -1,6 +1,6 @@
 """The engine with its GPU kernels against `transformers`, on models of the smallest sizes that the kernels take.
 
-Needs a Hopper GPU and torch. Models are built on the spot with the random weights of `oracle/make_oracle.py`. What
+Needs a Hopper GPU and torch. Models are built on the spot with the random weights of `oracle/checkpoints.py`. What
 bfloat16 costs depends on the model, so the measure is the same engine with the reference operators on the same card:
 kernels may not be further from float32 than those are.
 """
@@ -66,9 +66,10 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def build(name: str, folder: Path, every_expert: bool) -> Any:
     """A `transformers` model in float32, saved as a checkpoint in `folder`; `every_expert`: each token goes to all."""
-    from tests.oracle import make_oracle
+    from tests.oracle.cases import CASES
+    from tests.oracle.checkpoints import init_weights, write_checkpoint
 
-    config, model_class = make_oracle.CASES[name]()
+    config, model_class = CASES[name]()
     config.hidden_size = 256
     for field, value in SIZES[name][0].items():
         assert hasattr(config, field), field
@@ -76,8 +77,8 @@ def build(name: str, folder: Path, every_expert: bool) -> Any:
     if every_expert:
         counts = (getattr(config, field, None) for field in EXPERT_COUNTS)
         config.num_experts_per_tok = next(count for count in counts if count)
-    model = make_oracle.init_weights(model_class(config).float(), seed=1).eval()
-    make_oracle.write_checkpoint(model, str(folder))
+    model = init_weights(model_class(config).float(), seed=1).eval()
+    write_checkpoint(model, str(folder))
     return model
 
 
