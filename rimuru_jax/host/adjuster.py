@@ -10,7 +10,7 @@ is what keeps the next pass from shrinking again for the same shortage. With the
     R_b > 0          shrink ceil((R_b + 1) / m) experts           leaves F_b in 1 .. m
     F_b < 2          shrink one expert                            leaves F_b in m .. m + 1
     F_b in 2..4m-1   hold                                         the dead zone (2..11 for m = 3)
-    F_b >= 4m        expand min(5, floor((F_b - 3m) / m))         leaves F_b >= 3m
+    F_b >= 4m        expand min(max_expansion, floor((F_b - 3m) / m))         leaves F_b >= 3m
 
 Growth also counts the pages of loading buffers that it makes needless, since these return to the surplus.
 
@@ -31,7 +31,7 @@ LOW_PAGES = 2
 RESERVED_EXPERTS = 3
 """Experts' worth of surplus that growth leaves untouched."""
 MAX_EXPANSION = 5
-"""Experts taken back in one pass, at most: each is copied over PCIe in the step that follows."""
+"""Experts taken back in one pass, at most, as published: each is copied over PCIe in the step that follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,12 @@ class Decision:
 
 
 def decide(
-    balance: PageBalance, state: AdjusterState, *, matrices: int = 3, expand_patience: int = 0
+    balance: PageBalance,
+    state: AdjusterState,
+    *,
+    matrices: int = 3,
+    expand_patience: int = 0,
+    max_expansion: int = MAX_EXPANSION,
 ) -> Decision:
     """Return the change of residency of this pass.
 
@@ -100,6 +105,7 @@ def decide(
       matrices: pages of one expert, m.
       expand_patience: passes for which the surplus must already have allowed growth before experts are taken
         back; 0 grows at once. It damps reversals after completions that the next arrivals use up.
+      max_expansion: experts taken back in one pass, at most.
 
     Shrinking never asks for more experts than are above their floor; expanding takes only pages that are
     free now and not claimed by `demand`, so growth never makes a request wait for pages that are still
@@ -112,7 +118,7 @@ def decide(
     if surplus < LOW_PAGES:
         return Decision(experts=-min(1, balance.shrinkable), state=AdjusterState())
     growth = (surplus - RESERVED_EXPERTS * matrices) // matrices
-    if growth < balance.release_after <= MAX_EXPANSION:
+    if growth < balance.release_after <= max_expansion:
         # What the loading buffers give back counts, if they would.
         later = (surplus + balance.released - RESERVED_EXPERTS * matrices) // matrices
         growth = balance.release_after if later >= balance.release_after else growth
@@ -121,4 +127,4 @@ def decide(
     if state.surplus_passes < expand_patience:
         return Decision(experts=0, state=AdjusterState(surplus_passes=state.surplus_passes + 1))
     affordable = max(0, balance.free - balance.reserved - balance.demand) // matrices
-    return Decision(experts=min(MAX_EXPANSION, growth, affordable, balance.absent), state=state)
+    return Decision(experts=min(max_expansion, growth, affordable, balance.absent), state=state)

@@ -22,9 +22,9 @@ from rimuru_jax.host.residency import ResidencyPolicy
 HOST = -1
 """In an expert table: read this matrix from page-locked host memory."""
 
-SWAPPED_SHARE = 1 / 8
-"""Experts exchanged in a step, of those that it will read from the host: no step takes much longer for it."""
-MOST_SWAPS = 32
+COPIED_SHARE = 1 / 8
+"""Experts copied before or within a step, of those that it will read from the host: no step takes much longer for it."""
+MOST_COPIES = 32
 
 
 class ExpertCopy(NamedTuple):
@@ -149,6 +149,11 @@ class ExpertCache:
         held = self.buffer_pages.shape[1]
         return max(0, self.absent_experts - len(self.resident) * (held - 1)) if held else 0
 
+    def copies_at_once(self, tokens: int) -> int:
+        """Experts whose copies a step of `tokens` tokens can bear beside what it reads from the host."""
+        reads = np.minimum(tokens * self._policy.token_chances()[~self._held], 1).sum()
+        return min(MOST_COPIES, max(1, int(reads * COPIED_SHARE)))
+
     def fill(self, keep_free_pages: int) -> list[ExpertCopy]:
         """Start-up: make experts resident, most probable first, and return the copies to do before the first step.
 
@@ -219,7 +224,7 @@ class ExpertCache:
         if self._swaps_of != self._policy.version:
             self._swaps_of, self._swaps = self._policy.version, self._paying_swaps()
             reads = self._policy.scores()[~self._held].sum() if self._swaps else 0
-            self._swaps_at_once = min(MOST_SWAPS, max(1, int(reads * SWAPPED_SHARE)))
+            self._swaps_at_once = min(MOST_COPIES, max(1, int(reads * COPIED_SHARE)))
         copies: list[ExpertCopy] = []
         while self._swaps and len(copies) < self._swaps_at_once:
             layer, comes, goes = self._swaps.pop()

@@ -22,7 +22,14 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from rimuru_jax.host.adjuster import LOW_PAGES, AdjusterPolicy, AdjusterState, PageBalance, decide
+from rimuru_jax.host.adjuster import (
+    LOW_PAGES,
+    MAX_EXPANSION,
+    AdjusterPolicy,
+    AdjusterState,
+    PageBalance,
+    decide,
+)
 from rimuru_jax.host.allocator import BUFFERS, EXPERTS, PageAllocator
 from rimuru_jax.host.batch import Batch, Demand, ScheduledChunk
 from rimuru_jax.host.expert_cache import ExpertCache, ExpertCopy, PageMove
@@ -139,6 +146,7 @@ class Scheduler:
             None  # experts that may be absent in all; None: as many as the floors allow
         )
         self._reviewed = 0  # requests that there were when that was settled
+        self._max_expansion = MAX_EXPANSION  # experts taken back in a pass, at most
         self._last_move = 0  # sign of the last change of residency
         self._page_moves: list[PageMove] = []  # of the pass being planned
         self._batch = Batch(
@@ -368,7 +376,11 @@ class Scheduler:
             release_after=cache.experts_to_smaller_buffers,
         )
         decision = decide(
-            balance, self._adjuster, matrices=cache.matrices, expand_patience=self.config.expand_patience
+            balance,
+            self._adjuster,
+            matrices=cache.matrices,
+            expand_patience=self.config.expand_patience,
+            max_expansion=self._max_expansion,
         )
         self._adjuster = decision.state
         metrics.set("adjuster_r_b", balance.shortage)
@@ -407,10 +419,15 @@ class Scheduler:
         return short
 
     def _review(self) -> None:
-        """Settle how many experts may be absent for the next passes, if that is for "throughput" to say."""
+        """Settle how many experts may be absent for the next passes, and how fast they come back, if that is for
+        "throughput" to say.
+        """
         weighs = self.config.memory_policy == "elastic" and self.config.adjuster_policy == "throughput"
         costs = self.step_costs
         wanted = min(self.config.max_num_seqs, len(self.running) + len(self.waiting))
+        if weighs and costs is not None and self._batch.step % REVIEW_PASSES == 0:
+            copies = self._cache.copies_at_once(max(1, len(self.running)))
+            self._max_expansion = max(MAX_EXPANSION, copies)
         if not weighs or costs is None or wanted < 2:
             self._most_absent = None
         elif self._most_absent is None or wanted > self._reviewed or self._batch.step % REVIEW_PASSES == 0:
@@ -443,10 +460,13 @@ class Scheduler:
         return min(shrinkable, max(0, self._most_absent - self._cache.absent_experts))
 
     def _owed_pages(self) -> int:
-        """Expert pages that are to become resident again before anyone is admitted."""
+        """Expert pages that are to become resident again before anyone is admitted: those of one pass. More would lie idle
+        until their turn comes, and nobody would run meanwhile.
+        """
         if self._most_absent is None:
             return 0
-        return max(0, self._cache.absent_experts - self._most_absent) * self._cache.matrices
+        owed = max(0, self._cache.absent_experts - self._most_absent)
+        return min(owed, self._max_expansion) * self._cache.matrices
 
     def _consolidate(self, demands: Sequence[Demand]) -> bool:
         """Move experts together where whole huge pages are missing; whether that made any."""

@@ -394,6 +394,16 @@ def test_no_step_swaps_more_than_an_eighth_of_what_it_reads():
     assert not absent[~cache.resident].any() and sum(swaps) == layers * k and swaps[-1] == 0
 
 
+def test_copies_are_an_eighth_of_what_is_read_anyway():
+    """4 layers of 64 experts, a quarter of them resident; tokens choose two evenly."""
+    cache, _ = _cache(pages=4 * 16 * 3, expert_offload_limit=48, buffer_experts=0, policy=_online(4, 64))
+    cache.fill(keep_free_pages=0)
+    assert cache.resident_experts == 4 * 16
+    # 10 tokens choose 4 x 20 experts, but for those chosen twice, and three quarters of these are away.
+    assert 4 <= cache.copies_at_once(10) <= 80 * 3 / 4 / 8
+    assert cache.copies_at_once(1) == 1 and cache.copies_at_once(1000) == 4 * 48 // 8
+
+
 def test_what_is_not_clearly_different_is_shared_out_over_layers():
     layers, experts, k = 6, 16, 4
     policy, rng = _online(layers, experts, k), np.random.default_rng(0)

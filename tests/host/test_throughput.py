@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_world import Setup, World
 
+from rimuru_jax.host.scheduler import REVIEW_PASSES
 from rimuru_jax.host.throughput import StepCosts, most_absent
 
 FLAT = StepCosts(requests=(1, 64), absent=(0, 8), seconds=((1.0, 1.0), (1.0, 1.0)))
@@ -149,3 +150,29 @@ def test_a_burst_gets_room_for_as_many_as_a_step_begins():
     assert passes_to_take_in(6, "throughput", 256) <= 4
     assert passes_to_take_in(6, "watermark", 256) >= 6
     assert passes_to_take_in(6, "throughput", 42) >= 6  # a prompt a step
+
+
+def test_nobody_waits_for_all_experts_to_come_back():
+    """A burst ends in a pool that lacks most experts: the next requests run while these are taken back, a few per pass."""
+    setup = Setup(
+        pages=3 * 64 + 12, layers=4, experts=16, offload=15, buffers=0, max_num_seqs=32, max_model_len=64,
+        max_num_batched_tokens=1024, adjuster_policy="throughput",
+    )  # fmt: skip
+    world = World(setup)
+    cheap, dear = (1.0, 1.0, 1.0), (1.0, 50.0, 200.0)
+    world.scheduler.step_costs = StepCosts(requests=(1, 32), absent=(0, 1, 16), seconds=(cheap, cheap))
+    burst = [world.add(40, 20) for _ in range(32)]
+    while world.cache.absent_experts < 50:
+        world.step()
+    for request in burst[10:]:
+        world.abort(request)
+    world.scheduler.step_costs = StepCosts(requests=(1, 32), absent=(0, 1, 16), seconds=(dear, dear))
+    world.run(REVIEW_PASSES)
+    more = [world.add(20, 5) for _ in range(4)]
+    away = world.cache.absent_experts
+    assert away * setup.matrices > world.allocator.free_expert_pages
+    world.run(2)
+    assert all(request.slot >= 0 for request in more) and 0 < world.cache.absent_experts < away
+    while world.scheduler.has_unfinished():
+        world.step()
+    world.check_idle()
