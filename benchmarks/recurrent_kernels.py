@@ -145,7 +145,7 @@ def conv(implementation, case, inputs, pool, pages):
     start, has_state = case.metadata
     return causal_conv1d(
         x, weight, None, pool, CONV_VIEW, pages, start, has_state,
-        activation="silu", implementation=implementation,
+        max_query_len=case.length, activation="silu", implementation=implementation,
     )  # fmt: skip
 
 

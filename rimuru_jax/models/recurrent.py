@@ -112,6 +112,7 @@ def _conv(
         pages,
         step.batch.query_start,
         step.has_state,
+        max_query_len=step.max_query_len,
         activation=activation,
     )
 

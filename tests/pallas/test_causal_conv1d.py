@@ -1,5 +1,7 @@
 """Causal convolution against float64 sums over each row's past, kept dense."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,12 @@ from tests.pallas.paged import view
 from tests.pallas.recurrent import DECODES, QUICK, RAGGED, Rows, stays_in_place
 
 CHANNELS = 24
-run = jax.jit(causal_conv1d, static_argnames=("view", "activation", "implementation"), compiler_options=QUICK)
+_run = jax.jit(
+    causal_conv1d,
+    static_argnames=("view", "max_query_len", "activation", "implementation"),
+    compiler_options=QUICK,
+)
+run = functools.partial(_run, max_query_len=2)
 
 
 def case(rows, kernel=4, dtype="float32", storage=None, seed=0):
@@ -86,14 +93,14 @@ def test_the_pool_stays_in_place(tokens, rows):
 
     def operator(pool, pages):
         x, start = jnp.ones((tokens, 1024), jnp.bfloat16), jnp.minimum(jnp.arange(rows + 1), tokens)
-        return causal_conv1d(x, jnp.ones((1024, 4)), None, pool, v, pages, start, pages > 3)
+        return causal_conv1d(x, jnp.ones((1024, 4)), None, pool, v, pages, start, pages > 3, max_query_len=2)
 
     stays_in_place(operator, v, rows, run=3)
 
 
 def test_decodes_need_no_tokens_but_their_own():
     given, x, weight, bias = case(DECODES)
-    out, pool = run(x[: len(DECODES)], weight, bias, given.pool, given.view, *given.metadata)
+    out, pool = run(x[: len(DECODES)], weight, bias, given.pool, given.view, *given.metadata, max_query_len=1)
     given.check(out, pool, list(oracle(given, x, weight, bias)))
 
 

@@ -17,7 +17,9 @@ from tests.pallas.recurrent import DECODES, RAGGED, Rows, move_beyond_2_to_the_3
 
 SHORT = [(True, 1), (True, 2), (False, 3), (True, 0), (True, 4), (False, 1), (True, 9)]
 
-_kernels = jax.jit(mosaic_gpu.causal_conv1d, static_argnames=("view", "activation", "interpret"))
+_kernels = jax.jit(
+    mosaic_gpu.causal_conv1d, static_argnames=("view", "activation", "max_query_len", "interpret")
+)
 
 
 def case(rows, channels, *, kernel=4, dtype="bfloat16", padded=False):
@@ -57,9 +59,11 @@ def no_races(capfd):
     ],
     ids=["bfloat16, silu", "float32, kernel of 3, padded", "decodes of three parts"],
 )
-def test_interpreted(rows, setting, silu):
+def test_interpreted(rows, setting, silu, monkeypatch):
+    monkeypatch.setattr(mosaic_tokens, "FEW_BLOCKS", 1)  # more of them take long here
     given, x, weight, bias = case(rows, **setting)
     bias = bias if silu else None
+    x = x[: given.start[-1] + 9]
     out, pool = _kernels(
         x,
         weight,
@@ -68,14 +72,16 @@ def test_interpreted(rows, setting, silu):
         given.view,
         *given.metadata,
         activation="silu" if silu else None,
+        max_query_len=max(given.lengths),
         interpret=plgpu.InterpretGPUParams(detect_races=True),
     )
     given.check(out, pool, list(oracle(given, x, weight, bias, silu)))
 
 
-@pytest.mark.parametrize("end", [0, 70, 150])
-def test_tokens_interpreted(end):
-    """Three blocks, of which the last is cut short; padding is NaN and gives what is finite."""
+@pytest.mark.parametrize(("end", "few_blocks"), [(0, 1), (70, 1), (150, 1), (70, mosaic_tokens.FEW_BLOCKS)])
+def test_tokens_interpreted(end, few_blocks, monkeypatch):
+    """Three blocks of 64 tokens, or 19 of 8, of which the last is cut short; padding is NaN and gives what is finite."""
+    monkeypatch.setattr(mosaic_tokens, "FEW_BLOCKS", few_blocks)
     rng = np.random.default_rng(3)
     x, taps = rng.normal(size=(150, 128)).astype(np.float32), rng.normal(size=(5, 128)).astype(np.float32)
     x[end:] = np.nan
@@ -98,12 +104,15 @@ SHAPES = {
 }
 
 
+@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_lowers_for_cuda(shape):
+def test_lowers_for_cuda(shape, decode):
     channels, dtype, stride = shape
     pages = view("conv", (1, channels), dtype, stride)
     struct = jax.ShapeDtypeStruct
-    call = functools.partial(mosaic_gpu.causal_conv1d, view=pages, activation="silu")
+    call = functools.partial(
+        mosaic_gpu.causal_conv1d, view=pages, activation="silu", max_query_len=1 if decode else 2
+    )
     text = (
         jax.jit(call)
         .trace(
@@ -118,7 +127,7 @@ def test_lowers_for_cuda(shape):
         .lower(lowering_platforms=("cuda",))
         .as_text()
     )
-    assert text.count("@mosaic_gpu") == 2
+    assert text.count("@mosaic_gpu") == (1 if decode else 2)
 
 
 def test_refusals():
@@ -130,12 +139,22 @@ def test_refusals():
     assert "9 columns" in str(mosaic_gpu.refusal(x, jnp.zeros((256, 9)), pages))
 
 
-run = jax.jit(causal_conv1d, static_argnames=("view", "activation", "implementation"))
+run = jax.jit(causal_conv1d, static_argnames=("view", "activation", "max_query_len", "implementation"))
 
 
 def on_the_card(given: Rows, x, weight, bias, pool=None, **options):
     pool = given.pool if pool is None else pool
-    return run(x, weight, bias, pool, given.view, *given.metadata, implementation="mosaic_gpu", **options)
+    return run(
+        x,
+        weight,
+        bias,
+        pool,
+        given.view,
+        *given.metadata,
+        max_query_len=max(given.lengths),
+        implementation="mosaic_gpu",
+        **options,
+    )
 
 
 @pytest.mark.gpu

@@ -225,6 +225,21 @@ def selective_scan(tokens: int, rows: int) -> Case:
     )
 
 
+def causal_conv1d(tokens: int, rows: int) -> Case:
+    return Case(
+        operator=functools.partial(
+            conv.causal_conv1d, view=CONV, bias=None, activation="silu", max_query_len=tokens // rows
+        ),
+        arguments={
+            "x": ((tokens, 8192), jnp.bfloat16),
+            "weight": ((8192, 4), jnp.bfloat16),
+            **rows_of(rows),
+        },
+        words=3 * CONV.stride,
+        kernels=2 if tokens > rows else 1,
+    )
+
+
 def layers(x, mix, chosen, valid, pool, host_pages, tables, queries, keys, kv_pages, offsets, page_table, query_start, context_len, loads):  # fmt: skip
     """A scan over layers, each with all that a layer of attention and experts does to the pool."""
 
@@ -276,12 +291,8 @@ CASES = {
     "gated_delta_rule, 4 prefills": gated_delta_rule(8192, 4),
     "selective_scan, 64 decodes": selective_scan(64, 64),
     "selective_scan, 4 prefills": selective_scan(8192, 4),
-    "causal_conv1d": Case(
-        operator=functools.partial(conv.causal_conv1d, view=CONV, bias=None, activation="silu"),
-        arguments={"x": ((8192, 8192), jnp.bfloat16), "weight": ((8192, 4), jnp.bfloat16), **rows_of(64)},
-        words=3 * CONV.stride,
-        kernels=2,
-    ),
+    "causal_conv1d, 64 decodes": causal_conv1d(64, 64),
+    "causal_conv1d, 4 prefills": causal_conv1d(8192, 4),
     "a scan over layers": step(2048, 4),
 }  # fmt: skip
 

@@ -18,6 +18,7 @@ def causal_conv1d(
     query_start: Int32[Array, " S+1"],
     has_state: Bool[Array, " S"],
     *,
+    max_query_len: int,
     activation: str | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T c"], Pool]:
@@ -34,6 +35,7 @@ def causal_conv1d(
         weight: the newest input's weight is the last column.
         pool: the page pool, donated or carried by the caller so that it is written in place.
         view: pages `[1, c]`, each one input of a state.
+        max_query_len: 1 when every row has at most one token (decode), else any larger number.
         activation: "silu" or None.
         pages: first page of each row's state; 0 for padding rows, whose pages 0 .. kernel - 2 are scratch.
 
@@ -48,5 +50,7 @@ def causal_conv1d(
         raise ValueError(f"activation is {activation!r}, but causal_conv1d knows 'silu' and None")
     refusal = mosaic_gpu.refusal(x, weight, view)
     chosen = resolve("causal_conv1d", implementation, ("reference", "mosaic_gpu"), refusal=refusal)
-    operator = mosaic_gpu.causal_conv1d if chosen == "mosaic_gpu" else reference.causal_conv1d
-    return operator(x, weight, bias, pool, view, pages, query_start, has_state, activation=activation)
+    arguments = x, weight, bias, pool, view, pages, query_start, has_state
+    if chosen == "mosaic_gpu":
+        return mosaic_gpu.causal_conv1d(*arguments, activation=activation, max_query_len=max_query_len)
+    return reference.causal_conv1d(*arguments, activation=activation)

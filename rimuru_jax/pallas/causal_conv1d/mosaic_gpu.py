@@ -1,7 +1,7 @@
 """Causal convolution on Hopper: one Mosaic GPU kernel convolves the tokens, another does what needs a row's state.
 
 A token at least `past = kernel - 1` tokens into its row sees tokens alone: `mosaic_tokens` serves all of these. The kernel
-here overwrites the outputs of the first `past` tokens of each row and renews the states:
+here overwrites the outputs of the first `past` tokens of each row and renews the states; rows of one token take it alone:
 
     block = (row, up to 1024 channels)   one warpgroup
     seen         s s s t t t            the old state and the first tokens: they give `past` outputs
@@ -56,6 +56,7 @@ def causal_conv1d(
     has_state: Bool[Array, " S"],
     *,
     activation: str | None,
+    max_query_len: int,
     interpret: Any = None,
 ) -> tuple[Float[Array, "T c"], Pool]:
     """The operator behind `api.causal_conv1d`, for operands without a `refusal`.
@@ -65,59 +66,60 @@ def causal_conv1d(
     tokens, channels = x.shape
     bias = jnp.zeros(channels, jnp.float32) if bias is None else bias.astype(jnp.float32)
     taps = jnp.concatenate([weight.astype(jnp.float32).T, bias[None]])
+    start, end = query_start[:-1], query_start[-1]
     rows = jnp.stack(
-        [pages, query_start[:-1], query_start[1:] - query_start[:-1], has_state.astype(jnp.int32)]
+        [pages, start, query_start[1:] - start, has_state.astype(jnp.int32), jnp.full_like(start, end)]
     )
-    out = convolve_tokens(x, taps, query_start[-1], activation=activation, interpret=interpret)
+    x_runs, taps_runs = (values.reshape(-1, channels // LANES, LANES) for values in (x, taps))
 
     def kernel(states: Any) -> Array:
-        ref = jax.new_ref(out.reshape(tokens, -1, LANES))
-        _row_starts(
-            ref,
-            states,
-            rows,
-            x.reshape(tokens, -1, LANES),
-            taps.reshape(-1, channels // LANES, LANES),
-            activation=activation,
-            interpret=interpret,
+        out = None
+        if max_query_len > 1:
+            convolved = convolve_tokens(x, taps, end, activation=activation, interpret=interpret)
+            out = jax.new_ref(convolved.reshape(x_runs.shape))
+        decoded = _row_starts(
+            out, states, rows, x_runs, taps_runs, activation=activation, interpret=interpret
         )
-        return jax.freeze(ref).reshape(tokens, channels)
+        return (decoded if out is None else jax.freeze(out)).reshape(tokens, channels)
 
     return update_in_place(pool, view, (channels // LANES, LANES), kernel)
 
 
 def _row_starts(
-    out: Any,
+    out: Any | None,
     states: Any,
-    rows: Int32[Array, "4 S"],
+    rows: Int32[Array, "5 S"],
     x: Float[Array, "T runs 128"],
     taps: Float32[Array, "taps runs 128"],
     *,
     activation: str | None,
     interpret: Any,
-) -> None:
+) -> Any:
     """Write the first outputs of each row to `out`, a Ref of `[T, runs, 128]`, and the new states to `states`.
 
-    `states` is a Ref of `[pages, rows of a page, runs, 128]`; `rows` has (first page, first token, tokens, whether there is a
-    state). The last of `taps` is the bias.
+    Without `out` rows have at most one token, and the outputs come back, zeros for padding. `states` is a Ref of
+    `[pages, rows of a page, runs, 128]`; `rows` has (first page, first token, tokens, whether there is a state, tokens of
+    all rows). The last of `taps` is the bias.
     """
     past = taps.shape[0] - 2
-    runs = x.shape[1]
+    is_decode = out is None
+    firsts = 1 if is_decode else past  # tokens of a row that see its state, at most
+    (tokens, runs, _), num_rows = x.shape, rows.shape[1]
     block_runs = next(n for n in BLOCK_RUNS if runs % n == 0)
 
     def body(
-        rows,  # [4, S]
+        rows,  # [5, S]
         x,  # [T, runs, 128]
         taps,  # [kernel + 1, runs, 128]
         states,  # [P, page rows, runs, 128]
         out,  # [T, runs, 128]
-        seen,  # [2 past, block runs, 128]: the old state and the first tokens
+        seen,  # [past + firsts, block runs, 128]: the old state and the first tokens
         newest,  # [past, block runs, 128]: the last tokens of a longer row
         taps_smem,  # [kernel + 1, block runs, 128]
-        o_smem,  # [past, block runs, 128]
+        o_smem,  # [firsts, block runs, 128]
         state_ready,
         taps_ready,
-        x_ready,  # [past] barriers
+        x_ready,  # [firsts] barriers
         newest_ready,
     ):
         row, part = lax.axis_index("row"), lax.axis_index("part")
@@ -136,7 +138,7 @@ def _row_starts(
                 for i in range(past):
                     plgpu.copy_gmem_to_smem(in_page(i), seen.at[i], state_ready)
 
-            for i in range(past):
+            for i in range(firsts):
 
                 @pl.when(i < count)
                 def _(i=i):
@@ -155,19 +157,18 @@ def _row_starts(
 
             pl.when(has_state == 1)(lambda: plgpu.barrier_wait(state_ready))
             plgpu.barrier_wait(taps_ready)
-            for i in range(past):
+            for i in range(firsts):
 
                 @pl.when(i < count)
                 def _(i=i):
                     plgpu.barrier_wait(x_ready.at[i])
-                    total = jnp.zeros(seen.shape[1:], jnp.float32)
-                    for back in range(past + 1):
-                        total += seen[past + i - back].astype(jnp.float32) * taps_smem[past - back]
-                    total = activate(total + taps_smem[past + 1], activation)
-                    o_smem[i] = total.astype(o_smem.dtype)
+                    total = taps_smem[past + 1]
+                    for j in range(past + 1):  # in the order of `convolve_tokens`
+                        total += seen[i + j].astype(jnp.float32) * taps_smem[j]
+                    o_smem[i] = activate(total, activation).astype(o_smem.dtype)
 
             plgpu.commit_smem()
-            for i in range(past):
+            for i in range(firsts):
                 pl.when(i < count)(lambda i=i: plgpu.copy_smem_to_gmem(o_smem.at[i], out.at[first + i, own]))
 
             @pl.when(count > past)
@@ -183,22 +184,36 @@ def _row_starts(
 
             plgpu.wait_smem_to_gmem(0)
 
+        if is_decode:  # otherwise the outputs of padding are there
+
+            @pl.loop(0, pl.cdiv(tokens, num_rows))
+            def _(turn):
+                token = row + turn * num_rows
+
+                @pl.when((token >= rows[4, row]) & (token < tokens))
+                def _():
+                    o_smem[0] = jnp.zeros(o_smem.shape[1:], o_smem.dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(o_smem.at[0], out.at[token, own])
+                    plgpu.wait_smem_to_gmem(0)
+
     block = (block_runs, LANES)
     kernel = plgpu.kernel(
         body,
-        grid=(runs // block_runs, rows.shape[1]),
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype) if is_decode else (),
+        grid=(runs // block_runs, num_rows),
         grid_names=("part", "row"),
         scratch_types=[
-            plgpu.SMEM((2 * past, *block), x.dtype),
+            plgpu.SMEM((past + firsts, *block), x.dtype),
             plgpu.SMEM((past, *block), x.dtype),
             plgpu.SMEM((past + 2, *block), jnp.float32),
-            plgpu.SMEM((past, *block), x.dtype),
+            plgpu.SMEM((firsts, *block), x.dtype),
             plgpu.Barrier(num_arrivals=past),
             plgpu.Barrier(),
-            plgpu.Barrier(num_barriers=past),
+            plgpu.Barrier(num_barriers=firsts),
             plgpu.Barrier(num_arrivals=past),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
-    kernel(rows, x, taps, states, out)
+    return kernel(rows, x, taps, states, *(() if is_decode else (out,)))

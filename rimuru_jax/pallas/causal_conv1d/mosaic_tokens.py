@@ -22,8 +22,10 @@ CHANNELS = (4, 2, 1)
 """Of a thread, the first of these that fits. More are wider accesses, but fewer warps: a channel takes some 20 registers."""
 GROUP = 8
 """Tokens whose loads are under way together."""
-TILE = 8 * GROUP
-"""Tokens of a block."""
+MOST_GROUPS = 8
+"""Of a block."""
+FEW_BLOCKS = 264
+"""Two for each multiprocessor of an H200: with fewer, blocks are cut, lest few of them take long."""
 
 
 def convolve_tokens(
@@ -45,6 +47,10 @@ def convolve_tokens(
     (tokens, channels), past = x.shape, taps.shape[0] - 2
     per_thread = next(n for n in CHANNELS if channels % (n * THREADS) == 0)
     width = per_thread * THREADS
+    groups = MOST_GROUPS
+    while groups > 1 and pl.cdiv(tokens, groups * GROUP) * (channels // width) < FEW_BLOCKS:
+        groups //= 2
+    tile = groups * GROUP
     # Pallas would choose narrower accesses.
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=per_thread)
 
@@ -54,7 +60,7 @@ def convolve_tokens(
         taps,  # [kernel + 1, parts, width]
         out,  # [T, parts, width]
     ):
-        part, first = lax.axis_index("part"), lax.axis_index("tile") * TILE
+        part, first = lax.axis_index("part"), lax.axis_index("tile") * tile
         last = end[0] - 1
 
         def load(ref, row):
@@ -64,7 +70,7 @@ def convolve_tokens(
             def write():
                 out[token, part] = values
 
-            write() if tokens % TILE == 0 else pl.when(token < tokens)(write)
+            write() if tokens % tile == 0 else pl.when(token < tokens)(write)
 
         @pl.when(first <= last)
         def _():
@@ -86,18 +92,18 @@ def convolve_tokens(
                 return seen
 
             before = tuple(value.astype(jnp.float32) for value in inputs(first - past, past))
-            lax.fori_loop(0, TILE // GROUP, group, before)
+            lax.fori_loop(0, groups, group, before)
 
         @pl.when(first > last)
         def _():
             zeros = plgpu.layout_cast(jnp.zeros((width,), out.dtype), layout)
-            pl.loop(0, TILE)(lambda i: store(first + i, zeros))
+            pl.loop(0, tile)(lambda i: store(first + i, zeros))
 
     shape = (-1, channels // width, width)
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tokens, *shape[1:]), x.dtype),
-        grid=(channels // width, pl.cdiv(tokens, TILE)),
+        grid=(channels // width, pl.cdiv(tokens, tile)),
         grid_names=("part", "tile"),
         # Two barriers around each store would keep the warps of a block together.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
