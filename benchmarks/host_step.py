@@ -109,7 +109,7 @@ def measure(
             version = cache.version
             cache.step_tables()
         if plan.chunks:
-            cache.observe(router_counts, sum(chunk.num_tokens for chunk in plan.chunks), len(plan.chunks))
+            cache.observe(router_counts, plan.num_tokens, len(plan.chunks))
         for request in scheduler.update(plan, [1] * len(plan.chunks)):
             if len(request.output_token_ids) == request.max_tokens:
                 scheduler.finish(request, "length")

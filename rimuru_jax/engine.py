@@ -32,26 +32,20 @@ from rimuru_jax.host.hotset import HotsetProfile
 from rimuru_jax.host.page_layout import PageLayout
 from rimuru_jax.host.prefetch import loads_ahead
 from rimuru_jax.host.request import Request
-from rimuru_jax.host.scheduler import ScheduledChunk, StepPlan
+from rimuru_jax.host.scheduler import StepPlan
 from rimuru_jax.memory_budget import MemoryBudget, measure, reserve_memory
 from rimuru_jax.models.checkpoint import LoadedModel, load_checkpoint
-from rimuru_jax.models.context import ModelSpec
+from rimuru_jax.models.context import Batch, ModelSpec
 from rimuru_jax.models.default_model import DEFAULT_POOL_BYTES, cache_dir, default_model_path
 from rimuru_jax.models.random_weights import random_model, skewed
 from rimuru_jax.models.registry import parse_config, read_config
 from rimuru_jax.models.stack import stack_params
 from rimuru_jax.outputs import FinishReason, Logprob, RequestOutput
 from rimuru_jax.request_state import Completion, Prompt, RequestState, token_logprobs
-from rimuru_jax.sampling import (
-    SampledTokens,
-    SamplingFeatures,
-    SamplingInputs,
-    SamplingRow,
-    TokenLogprobs,
-    build_sampling_inputs,
-)
+from rimuru_jax.sampling import SampledTokens, SamplingFeatures, SamplingInputs, SamplingRow, TokenLogprobs
 from rimuru_jax.sampling_params import SamplingParams
-from rimuru_jax.serving_loop import IN_FLIGHT, Chunk, ServingLoop, StepOutputs, buckets, pack
+from rimuru_jax.sampling_table import SamplingTable
+from rimuru_jax.serving_loop import IN_FLIGHT, Bucket, ServingLoop, StepOutputs, buckets, pack_rows
 from rimuru_jax.step_costs import measure_step_costs
 from rimuru_jax.structured_output import GrammarCompiler
 from rimuru_jax.tokenizer import (
@@ -82,17 +76,6 @@ RECONFIGURABLE = frozenset(
 
 type LoadProgress = Callable[[float, str], None]
 """Called with the fraction done, 0 to 1, and what is being done."""
-
-
-_IGNORED_ROW = SamplingRow(
-    params=SamplingParams(temperature=0),
-    seed=0,
-    prompt_token_ids=(),
-    output_token_ids=(),
-    num_output_tokens=0,
-    stop_token_ids=(),
-)
-"""Of a request that has ended while its step was on the way: nobody reads the token."""
 
 
 class _PromptLogprobs(NamedTuple):
@@ -250,8 +233,7 @@ class Engine:
         """bool[L, E] twice, by whether a step loads ahead: experts that it finds in the pool, and those in buffers."""
         self._running: _RunningStep | None = None
         """The step that the device was given last, whose tokens have not been delivered."""
-        self._sampled: tuple[list[Completion | None], int, SamplingInputs, SamplingFeatures] | None = None
-        """Rows of the newest step and what was asked of the sampler, if that may be asked again."""
+        self._sampling = SamplingTable(config.max_num_seqs)
         self.router_counts = np.zeros(self.experts.resident.shape, np.int64)
         """How many tokens chose each expert of each MoE layer since the start, or since `reconfigure`."""
         self.num_routed_tokens = 0
@@ -314,7 +296,7 @@ class Engine:
             )
         state = RequestState(request_id, text, ids)
         if arrival_time is not None:
-            state.times["arrival_time"] = arrival_time
+            state.metrics.arrival_time = arrival_time
         if params.prompt_logprobs is not None:
             state.prompt_logprobs = list[dict[int, Logprob] | None]([None] * len(ids))
         array = np.asarray(ids, np.int32)
@@ -336,7 +318,15 @@ class Engine:
             seed = (self.config.seed << 32) + arrival if params.seed is None else params.seed + index
             grammar = self.grammars.compile(params.structured_outputs) if params.structured_outputs else None
             completion = Completion(
-                index, request, seed, params, stops, self._detokenizer(params, ids), array, grammar
+                index=index,
+                request=request,
+                seed=seed,
+                params=params,
+                stop_token_ids=stops,
+                detokenizer=self._detokenizer(params, ids),
+                prompt_array=array,
+                most_tokens=request.length_limit(limit) - len(ids),
+                grammar=grammar,
             )
             try:
                 self.scheduler.add(request)
@@ -421,6 +411,8 @@ class Engine:
             state, completion = self._forget(request)
             completion.close()
             changed[state.request_id] = state
+            if state.finished:
+                self._states.pop(state.request_id, None)
         self.loop.move_experts(plan.page_moves)
         copies = plan.expert_swaps + plan.expert_copies
         self.loop.copy_experts(copies)
@@ -431,22 +423,20 @@ class Engine:
             self.loop.set_experts(pages, loads, self.experts.buffer_pages)
             in_pool, resident = pages[:, :, 0] != HOST, self.experts.resident.copy()
             self._places = {True: (in_pool, in_pool & ~resident), False: (resident, np.zeros_like(resident))}
-        num_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
-        ahead = loads_ahead(self.config.expert_prefetch, num_tokens, self.experts.load_chances())
-        outputs = None
+        ahead = loads_ahead(self.config.expert_prefetch, plan.num_tokens, self.experts.load_chances())
+        outputs, slots = None, [chunk.request.slot for chunk in plan.chunks]
         if plan.chunks:
-            outputs = self.loop.run(pack([self._chunk(chunk) for chunk in plan.chunks]), loads_ahead=ahead)
+            outputs = self.loop.run(self._pack(plan, slots), loads_ahead=ahead)
         if self._running is not None:
             self._deliver(self._running, changed)
-        self._running = self._sample(plan, outputs, ahead) if outputs is not None else None
-        for request_id, state in changed.items():
-            if state.finished:
-                self._states.pop(request_id, None)
+        self._running = self._sample(plan, slots, outputs, ahead) if outputs is not None else None
         return list(changed.values())
 
-    def _sample(self, plan: StepPlan, outputs: StepOutputs, loads_ahead: bool) -> "_RunningStep":
+    def _sample(
+        self, plan: StepPlan, slots: list[int], outputs: StepOutputs, loads_ahead: bool
+    ) -> "_RunningStep":
         """Start the choice of a step's tokens, all tokens before which are known by now."""
-        inputs, features = self._sampling_inputs(plan, outputs.logits.shape[0])
+        inputs, features = self._sampling_inputs(plan, slots, outputs.logits.shape[0])
         in_pool, buffered = self._places[loads_ahead]
         step = _RunningStep(
             plan=plan,
@@ -460,63 +450,57 @@ class Engine:
             array.copy_to_host_async()
         return step
 
-    def _sampling_inputs(self, plan: StepPlan, num_rows: int) -> tuple[SamplingInputs, SamplingFeatures]:
-        """Those of the step before, with other token indices, where its rows are the same and look at no other token."""
-        found = [self._completions.get(chunk.request) for chunk in plan.chunks]
-        completions = [entry[1] if entry else None for entry in found]
-        if self._sampled is not None and self._sampled[:2] == (completions, num_rows):
-            _, _, inputs, features = self._sampled
-            index = np.zeros(num_rows, np.int32)
-            index[: len(found)] = [len(c.request.output_token_ids) if c else 0 for c in completions]
-            return inputs.replace(token_index=index), features  # type: ignore[attr-defined]
-        rows = [completion.sampling_row() if completion else _IGNORED_ROW for completion in completions]
-        inputs, features = build_sampling_inputs(rows, num_rows)
-        changing = (
-            features.repetition_penalty,
-            features.output_penalties,
-            features.banned_ids,
-            features.token_mask,
-        )
-        self._sampled = None if any(changing) else (completions, num_rows, inputs, features)
-        return inputs, features
+    def _sampling_inputs(
+        self, plan: StepPlan, slots: list[int], num_rows: int
+    ) -> tuple[SamplingInputs, SamplingFeatures]:
+        def row(i: int) -> SamplingRow | None:
+            found = self._completions.get(plan.chunks[i].request)
+            return found[1].sampling_row() if found else None  # None: ended while its step was on the way
 
-    def _chunk(self, chunk: ScheduledChunk) -> Chunk:
-        request, start, num_tokens, _ = chunk
-        self._completions[request][0].scheduled()
-        prompt, output = request.prompt_token_ids, request.output_token_ids
-        if start == len(prompt) + len(output):
-            return Chunk(request.slot, (IN_FLIGHT,), start)
-        end = start + num_tokens
-        ids = prompt[start:end]
-        if end > len(prompt):
-            ids = ids + output[max(0, start - len(prompt)) : end - len(prompt)]
-        return Chunk(request.slot, ids, start)
+        for i, chunk in enumerate(plan.chunks[plan.num_decodes :], plan.num_decodes):
+            if chunk.start == 0 and (first := row(i)) is not None:
+                self._sampling.set(slots[i], first)
+        context_len = np.array([chunk.start + chunk.num_tokens for chunk in plan.chunks])
+        return self._sampling.inputs(np.array(slots), context_len, num_rows, row)
+
+    def _pack(self, plan: StepPlan, slots: list[int]) -> tuple[Batch, Bucket]:
+        """A decode goes on with the token that was sampled last for its slot, whether the host knows it by now or not."""
+        _, starts, lengths, _ = zip(*plan.chunks, strict=True)
+        ids = [IN_FLIGHT] * plan.num_decodes
+        for request, start, num_tokens, _ in plan.chunks[plan.num_decodes :]:
+            self._completions[request][0].scheduled()
+            known = request.prompt_token_ids
+            if request.output_token_ids:  # it was preempted
+                known = known + request.output_token_ids
+            ids += known[start : start + num_tokens]
+        return pack_rows(slots, starts, lengths, ids)
 
     def _deliver(self, step: "_RunningStep", changed: dict[str, RequestState]) -> None:
         """Wait for a step, and give its tokens to the requests."""
         sampled: SampledTokens = jax.device_get(step.sampled)
         self._deliver_prompt_logprobs(step)
         chunks = step.plan.chunks
-        self._count_experts(step, sum(chunk.num_tokens for chunk in chunks), len(chunks))
+        self._count_experts(step, step.plan.num_tokens, len(chunks))
 
         tokens = sampled.token_ids[: len(chunks)]  # padding rows sampled too
         row_of = {chunk.request: row for row, chunk in enumerate(chunks)}
         now = time.monotonic()
-        for request in self.scheduler.update(step.plan, tokens):  # type: ignore[arg-type]
+        values, finite = tokens.tolist(), sampled.finite.tolist()
+        for request in self.scheduler.update(step.plan, values):
             row = row_of[request]
             state, completion = self._completions[request]
             changed[state.request_id] = state
-            if not sampled.finite[row]:
+            if not finite[row]:
                 request.output_token_ids.pop()
                 self._end(completion, "error")
                 continue
             state.progressed(now)
-            token = int(tokens[row])
+            token = values[row]
             if sampled.logprobs is not None and completion.params.logprobs is not None:
                 width = min(completion.params.logprobs, self.model_config.vocab_size)
                 tokenizer = self.tokenizer if completion.params.detokenize else None
                 completion.logprobs.append(token_logprobs(row, token, sampled.logprobs, width, tokenizer))
-            if reason := completion.accept(token, request.length_limit(self.plan.max_model_len)):
+            if reason := completion.accept(token):
                 self._end(completion, reason)
 
     def _count_experts(self, step: "_RunningStep", tokens: int, rows: int) -> None:
@@ -536,8 +520,8 @@ class Engine:
 
     def _start_prompt_logprobs(self, plan: StepPlan, outputs: StepOutputs) -> Iterator["_PromptLogprobs"]:
         """The prompt log-probabilities that a step's hidden states give, part by part."""
-        first = 0
-        for chunk in plan.chunks:
+        first = plan.num_decodes  # of these no prompt is left
+        for chunk in plan.chunks[plan.num_decodes :]:
             first, here = first + chunk.num_tokens, first
             if chunk.request not in self._completions:
                 continue
@@ -562,8 +546,10 @@ class Engine:
 
     def _end(self, completion: Completion, reason: FinishReason) -> None:
         completion.close()
-        self._forget(completion.request)
+        state, _ = self._forget(completion.request)
         self.scheduler.finish(completion.request, reason)
+        if state.finished:
+            self._states.pop(state.request_id, None)
 
     def _forget(self, request: Request) -> tuple[RequestState, Completion]:
         return self._completions.pop(request)

@@ -1,4 +1,8 @@
-"""What a request gives back: the names and meanings of vLLM's `RequestOutput` and its parts."""
+"""What a request gives back: the names and meanings of vLLM's `RequestOutput` and its parts.
+
+Outputs are made for hundreds of requests in a step, and frozen dataclasses take three times as long to make: these are
+not, yet nobody but the engine should write to them.
+"""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,9 +22,12 @@ class Logprob:
     """The token's text; None when not detokenized."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestMetrics:
-    """Moments in the life of a request, in seconds of one monotonic clock; None until they have come."""
+    """Moments in the life of a request, in seconds of one monotonic clock; None until they have come.
+
+    All outputs of a request have the same one, which goes on until the request has finished.
+    """
 
     arrival_time: float
     """The engine took the request in."""
@@ -46,7 +53,7 @@ class RequestMetrics:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CompletionOutput:
     """One of the `n` completions of a request, up to now."""
 
@@ -71,7 +78,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestOutput:
     """A request and its completions, up to now."""
 

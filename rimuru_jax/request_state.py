@@ -46,10 +46,16 @@ class Completion:
     """End-of-sequence ids (unless ignored) and the user's stop ids."""
     detokenizer: IncrementalDetokenizer | None
     prompt_array: np.ndarray
+    most_tokens: int
+    """Output tokens with which it ends at the latest."""
     grammar: Grammar | None = None
     """What the output must follow. Its next mask wants all tokens before it."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     stop_reason: int | str | None = None
+    _num_detokenized: int = 0
+    """Output tokens whose text is known. Nobody may ask for it before the end, and all at once take a fraction of the time."""
+    _silent_end: bool = False
+    """The last token has no place in the text: it ends the output, and the user has not named it."""
 
     def sampling_row(self) -> SamplingRow:
         stops, mask = self.stop_token_ids, None
@@ -68,39 +74,52 @@ class Completion:
             token_mask=mask,
         )
 
-    def accept(self, token_id: int, length_limit: int) -> FinishReason | None:
+    def accept(self, token_id: int) -> FinishReason | None:
         """Take in the newest output token; return why the completion ends with it, if it does."""
         request, params = self.request, self.params
         if self.grammar is not None:
             self.grammar.accept(token_id)
             if self.grammar.error is not None:
+                self._silent_end = True
                 self.stop_reason = f"structured_outputs: {self.grammar.error}"
                 return "error"
         ends = token_id in self.stop_token_ids
-        if self.detokenizer is not None and not (ends and token_id not in (params.stop_token_ids or ())):
-            self.detokenizer.add(token_id)
+        named = ends and token_id in (params.stop_token_ids or ())
+        self._silent_end = ends and not named
+        if params.stop and self.detokenizer is not None:
+            self._detokenize()
             if self.detokenizer.stop_reason is not None:
                 self.stop_reason = self.detokenizer.stop_reason
                 return "stop"
         if ends:
-            self.stop_reason = token_id if token_id in (params.stop_token_ids or ()) else None
+            self.stop_reason = token_id if named else None
             return "stop"
         if self.grammar is not None and self.grammar.done:
             return "stop"
-        known = len(request.prompt_token_ids) + len(request.output_token_ids)
-        return "length" if known >= length_limit else None
+        return "length" if len(request.output_token_ids) >= self.most_tokens else None
 
     def close(self) -> None:
         """Release text that was held back; call it once, when the completion has ended."""
         if self.detokenizer is not None:
+            self._detokenize()
             self.detokenizer.finish()
+
+    def _detokenize(self) -> str:
+        """The text of all tokens so far, but what is held back."""
+        if self.detokenizer is None:
+            return ""
+        known, ids = self._num_detokenized, self.request.output_token_ids
+        self._num_detokenized = len(ids) - self._silent_end
+        if self._num_detokenized > known:
+            self.detokenizer.extend(ids[known : self._num_detokenized])
+        return self.detokenizer.text
 
     def output(self) -> CompletionOutput:
         with_logprobs = self.params.logprobs is not None
         ids = self.request.output_token_ids
         return CompletionOutput(
             index=self.index,
-            text=self.detokenizer.text if self.detokenizer else "",
+            text=self._detokenize(),
             token_ids=list(ids),
             cumulative_logprob=(
                 sum(entry[token].logprob for entry, token in zip(self.logprobs, ids, strict=True))
@@ -122,28 +141,31 @@ class RequestState:
     prompt_token_ids: list[int]
     completions: list[Completion] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    times: dict[str, float] = field(default_factory=lambda: {"arrival_time": time.monotonic()})
-    """Those of `RequestMetrics` that have come."""
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
 
     @property
     def finished(self) -> bool:
-        return all(completion.request.finished for completion in self.completions)
+        for completion in self.completions:  # noqa: SIM110 - asked for all requests in all steps; a generator takes twice as long
+            if not completion.request.finished:
+                return False
+        return True
 
     def scheduled(self) -> None:
-        if "first_scheduled_time" not in self.times:
-            self.times["first_scheduled_time"] = time.monotonic()
+        if self.metrics.first_scheduled_time is None:
+            self.metrics.first_scheduled_time = time.monotonic()
 
     def progressed(self, now: float) -> None:
         """A token came at `now`, in seconds of the monotonic clock."""
-        self.times.setdefault("first_token_time", now)
-        self.times["last_token_time"] = now
+        metrics = self.metrics
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+        metrics.last_token_time = now
 
     def output(self) -> RequestOutput:
-        finished = self.finished
-        if finished:
-            self.times.setdefault("finished_time", time.monotonic())
-        preemptions = sum([completion.request.num_preemptions for completion in self.completions])
-        metrics = RequestMetrics(**self.times, num_preemptions=preemptions)
+        finished, metrics = self.finished, self.metrics
+        if finished and metrics.finished_time is None:
+            metrics.finished_time = time.monotonic()
+        metrics.num_preemptions = sum([completion.request.num_preemptions for completion in self.completions])
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,

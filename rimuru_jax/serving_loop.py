@@ -255,13 +255,20 @@ def table_shapes(
 
 def pack(chunks: Sequence[Chunk]) -> tuple[Batch, Bucket]:
     """Pack chunks into the smallest bucket that holds them. Numpy arrays that nobody else holds."""
-    slots, starts = ([chunk[field] for chunk in chunks] for field in (0, 2))
-    lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
+    slots, ids, starts = zip(*chunks, strict=True)
+    return pack_rows(slots, starts, list(map(len, ids)), list(itertools.chain.from_iterable(ids)))
+
+
+def pack_rows(
+    slots: Sequence[int], starts: Sequence[int], num_tokens: Sequence[int], token_ids: Sequence[int]
+) -> tuple[Batch, Bucket]:
+    """`pack` of chunks whose fields come apart: of each the slot, the start and the length, and the tokens of all."""
+    lengths = np.array(num_tokens, np.int32)
     ends = np.cumsum(lengths, dtype=np.int32)
-    firsts, context, rows, tokens = ends - lengths, starts + lengths, len(chunks), int(ends[-1])
+    firsts, context, rows, tokens = ends - lengths, starts + lengths, len(slots), int(ends[-1])
     bucket = bucket_for(tokens, rows)
     batch = empty_batch(bucket)
-    batch.token_ids[:tokens] = list(itertools.chain.from_iterable(chunk.token_ids for chunk in chunks))
+    batch.token_ids[:tokens] = token_ids
     batch.positions[:tokens] = np.arange(tokens, dtype=np.int32) + np.repeat(starts - firsts, lengths)
     batch.rows[:tokens] = np.repeat(np.arange(rows, dtype=np.int32), lengths)
     batch.slots[:rows], batch.context_len[:rows] = slots, context
@@ -398,32 +405,43 @@ class ServingLoop:
 
         Args:
             pages: `[L, E, M]` pool page of each matrix or HOST, loading buffers overlaid.
-            loads: `[L, B]` experts to copy into the buffers of set `layer % 2` before the layer computes; -1 is none.
-            buffer_pages: `[2, B, M]` pages of the two sets.
+            loads: `[L, B]` experts to copy into the buffers of set `layer % 2` before the layer computes, in the order of
+                the buffers; -1 behind them is none.
+            buffer_pages: `[2, B, M]` pages of the two sets; of as many buffers as the layer with the most loads needs.
         """
         layers, experts, matrices = pages.shape
+        loads = loads[:, : buffer_pages.shape[1]]
+        loading, rows = loads >= 0, np.arange(layers)
+        first = (rows[:, None] * experts + loads) * matrices
         # As wide as the layer whatever B is, so that no setting of the buffers changes a compiled shape.
         sources = np.zeros((layers + 1, experts * matrices), np.int32)
         targets, counts = np.zeros_like(sources), np.zeros(layers + 1, np.int32)
-        for layer in np.flatnonzero((loads >= 0).any(axis=1)).tolist():
-            away = loads[layer][loads[layer] >= 0]
-            count = len(away) * matrices
-            first = (layer * experts + away) * matrices
-            sources[layer, :count] = (first[:, None] + np.arange(matrices)).reshape(-1)
-            targets[layer, :count] = buffer_pages[layer % 2, : len(away)].reshape(-1)
-            counts[layer] = count
-        in_place = pages.copy()
-        layer, place = np.nonzero(loads >= 0)
-        in_place[layer, loads[layer, place]] = HOST
+        width = loads.shape[1] * matrices
+        page, buffer = first[..., None] + np.arange(matrices), buffer_pages[rows % 2, : loads.shape[1]]
+        sources[:layers, :width] = np.where(loading[..., None], page, 0).reshape(layers, width)
+        targets[:layers, :width] = np.where(loading[..., None], buffer, 0).reshape(layers, width)
+        counts[:layers] = loading.sum(axis=1) * matrices
+        loads_of = PageLoads(sources, targets, counts, np.array(LOADING_BLOCKS, np.int32))  # type: ignore[arg-type]
         # Not `jnp.array(pages)`: on a CPU that reads aligned memory in place, and copies it behind the running step.
-        copies = PageLoads(*map(self._put, (sources, targets, counts, np.array(LOADING_BLOCKS, np.int32))))
-        self.experts = ExpertTables(pages=self._put(pages.copy()), loads=copies)
-        self.experts_in_place = ExpertTables(
-            pages=self._put(in_place), loads=copies._replace(counts=self._put(np.zeros_like(counts)))
-        )
+        self.experts = self._put(ExpertTables(pages=pages.copy(), loads=loads_of))  # type: ignore[arg-type]
+        in_place = pages.copy()
+        layer, place = np.nonzero(loading)
+        in_place[layer, loads[layer, place]] = HOST
+        self._pages_in_place, self._experts_in_place = in_place, None
 
-    def _put(self, array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, self._device)
+    @property
+    def experts_in_place(self) -> ExpertTables:
+        """`experts` without loads, for steps that read in place: made when the first of them comes."""
+        if self._experts_in_place is None:
+            loads = self.experts.loads
+            self._experts_in_place = ExpertTables(
+                pages=self._put(self._pages_in_place),
+                loads=loads._replace(counts=self._put(np.zeros(loads.counts.shape, np.int32))),
+            )
+        return self._experts_in_place
+
+    def _put(self, arrays: Any) -> Any:
+        return jax.device_put(arrays, self._device)
 
     def copy_experts(self, copies: Sequence[ExpertCopy]) -> None:
         """Copy experts from host memory into their pool pages, before the next step."""

@@ -1,7 +1,8 @@
 """The tokenizer against transformers, chat templates, and streaming detokenization against whole-text references."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +377,31 @@ def test_any_tokens_give_only_certain_text(ids: list[int], skip: bool) -> None:
 
 
 @settings(deadline=None)
+@given(
+    st.sampled_from([BYTE_LEVEL, BYTE_FALLBACK]),
+    st.lists(st.one_of(st.integers(0, 20), st.integers(0, BYTE_LEVEL.vocab_size + 3)), max_size=80),
+    unicode_text,
+    st.lists(st.integers(0, 100), max_size=5),
+    st.booleans(),
+)
+def test_many_tokens_at_once_are_as_one_by_one(
+    tokenizer: Tokenizer, broken: list[int], chunks: list[str], cuts: list[int], skip: bool
+) -> None:
+    whole = tokenizer.encode("".join(chunks), add_special_tokens=False)
+    for ids in (whole, broken, [*whole, *broken, *whole]):
+        one, many = (
+            IncrementalDetokenizer(tokenizer, prompt_token_ids=whole[:3], skip_special_tokens=skip)
+            for _ in range(2)
+        )
+        for begin, end in pairwise(sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})):
+            for token_id in ids[begin:end]:
+                one.add(token_id)
+            many.extend(ids[begin:end])
+            assert many.text == one.text
+        assert many.finish() == one.finish()
+
+
+@settings(deadline=None)
 @given(st.lists(st.integers(0x80, 0xFF), min_size=40, max_size=200))
 def test_long_broken_utf8(data: list[int]) -> None:
     alphabet = byte_alphabet()
@@ -423,9 +449,17 @@ def test_the_prompt_keeps_the_first_space() -> None:
 class CountingTokenizer(Tokenizer):
     """Notes how many ids each decode looks at."""
 
-    def decode(self, token_ids: Sequence[int], *args: bool, **kwargs: bool) -> str:
-        self.work = [*getattr(self, "work", []), len(token_ids)]
-        return super().decode(token_ids, *args, **kwargs)
+    def decoder(
+        self, skip_special_tokens: bool, spaces_between_special_tokens: bool
+    ) -> Callable[[list[int]], str]:
+        decode = super().decoder(skip_special_tokens, spaces_between_special_tokens)
+        self.work: list[int] = []
+
+        def counting(token_ids: list[int]) -> str:
+            self.work.append(len(token_ids))
+            return decode(token_ids)
+
+        return counting
 
 
 @pytest.mark.parametrize("kind", ["words", "broken bytes", "special tokens"])

@@ -209,7 +209,7 @@ class Simulation:
                     result.latency = now - result.start
                     self._scheduler.finish(request, "length")
                     finished += 1
-            self._record(timeline, now, sum(chunk.num_tokens for chunk in plan.chunks), fetched)
+            self._record(timeline, now, plan.num_tokens, fetched)
             progress(finished)
         return SimulationResult(results, timeline, dict(self.metrics.counters), self._experts.num_experts)
 

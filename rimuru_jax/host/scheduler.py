@@ -97,7 +97,7 @@ class StepPlan:
 
     Attributes:
       step: number of the pass, from 1.
-      chunks: decodes first; at most one chunk per request.
+      chunks: at most one per request; the first `num_decodes` are decodes: the token that was sampled last, alone.
       page_moves: pages of experts to copy elsewhere in the pool before anything else of this step.
       expert_swaps: experts to copy over others before this step, behind the moves; its table shows them.
       expert_copies: experts to copy into the pool within this step; the next pass shows them in the table.
@@ -109,12 +109,18 @@ class StepPlan:
 
     step: int
     chunks: tuple[ScheduledChunk, ...]
+    num_decodes: int = 0
     page_moves: tuple[PageMove, ...] = ()
     expert_swaps: tuple[ExpertCopy, ...] = ()
     expert_copies: tuple[ExpertCopy, ...] = ()
     waiting_for: Literal["reclaim", "tokens"] | None = None
     preempted: tuple[Request, ...] = ()
     rejected: tuple[Request, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all chunks."""
+        return self.num_decodes + sum([chunk.num_tokens for chunk in self.chunks[self.num_decodes :]])
 
 
 class Scheduler:
@@ -246,7 +252,7 @@ class Scheduler:
         self._review()
 
         lacking, preempted, rejected = self._grow()
-        chunks, budget = self._plan_running(lacking)
+        chunks, budget, num_decodes = self._plan_running(lacking)
         short = None
         if not lacking and not preempted:
             short = self._admit(chunks, budget)
@@ -266,6 +272,7 @@ class Scheduler:
         return StepPlan(
             step=self._batch.step,
             chunks=tuple(chunks),
+            num_decodes=num_decodes,
             page_moves=tuple(self._page_moves),
             expert_swaps=tuple(swaps),
             expert_copies=tuple(copies),
@@ -304,15 +311,16 @@ class Scheduler:
             self._metrics.event(self._batch.step, "awaiting_reclaim", request=request.request_id)
         return set(lacking), preempted, rejected
 
-    def _plan_running(self, lacking: set[Request]) -> tuple[list[ScheduledChunk], int]:
-        """Decodes, then prompts in order; also returns the tokens left of the budget."""
+    def _plan_running(self, lacking: set[Request]) -> tuple[list[ScheduledChunk], int, int]:
+        """Decodes, then prompts in order; also returns the tokens left of the budget, and how many are decodes."""
         chunks = self._batch.decode_chunks(lacking)
-        budget = self.config.max_num_batched_tokens - len(chunks)
+        num_decodes = len(chunks)
+        budget = self.config.max_num_batched_tokens - num_decodes
         if len(self.running) > self._batch.num_decoding:
             for request in self.running:
                 if budget and not self._batch.is_decoding(request):
                     budget -= self._add_prompt_chunk(chunks, request, budget)
-        return chunks, budget
+        return chunks, budget, num_decodes
 
     def _admit(self, chunks: list[ScheduledChunk], budget: int) -> int | None:
         """Admit heads of the queue while tokens, slots and pages last.

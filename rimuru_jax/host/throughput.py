@@ -75,4 +75,8 @@ def most_absent(
     buffers = 2 * np.minimum(-(-absent // layers), buffer_experts)
     room = np.maximum(capacity - (experts - absent + buffers) * matrices, 0)
     at_once = np.minimum(np.floor(room / pages_per_request), requests)
-    return int(np.argmax(at_once / costs.of(at_once, absent / layers)))
+    # Between two of these nothing but A changes, and the time is linear in it: one of the ends is best.
+    bends = np.multiply(costs.absent, layers)
+    steps = np.flatnonzero(np.diff(at_once))
+    ends = np.unique(np.concatenate([[0, limit], steps, steps + 1, bends[bends < limit]]))
+    return int(ends[np.argmax(at_once[ends] / costs.of(at_once[ends], ends / layers))])
