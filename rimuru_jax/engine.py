@@ -233,7 +233,7 @@ class Engine:
         """bool[L, E] twice, by whether a step loads ahead: experts that it finds in the pool, and those in buffers."""
         self._running: _RunningStep | None = None
         """The step that the device was given last, whose tokens have not been delivered."""
-        self._sampling = SamplingTable(config.max_num_seqs)
+        self._sampling = SamplingTable(config.max_num_seqs, self.model_config.vocab_size)
         self.router_counts = np.zeros(self.experts.resident.shape, np.int64)
         """How many tokens chose each expert of each MoE layer since the start, or since `reconfigure`."""
         self.num_routed_tokens = 0

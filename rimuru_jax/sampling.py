@@ -1,17 +1,18 @@
 """Choosing the next tokens on the device, and the log-probabilities to report with them.
 
-    logits -> bias, allowed ids, grammar mask, min_tokens ban -> penalties
+    logits -> bias, min_tokens ban -> allowed ids or grammar -> penalties
         -> temperature 0: argmax
         -> temperature -> min_p -> top_k -> top_p -> draw
 
 The order is vLLM's. `sample` keeps nothing between calls: token histories come with every call and all counts
 are made from them, so that preemption and reordering of rows cannot leave anything stale.
+
+What clients ask for changes which of the parts run, and how often, but no shape: biases and histories are flat lists
+in pieces of one size, and allowed ids are masks. So a few programs do it all (see `sampler`).
 """
 
-import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import flax.struct
 import jax
@@ -23,31 +24,34 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from rimuru_jax.sampling_params import SamplingParams
 
 _HostOrDevice = Array | np.ndarray
-_MIN_WIDTH = 8
+
+BIAS_PIECE = 1024
+"""Biases that are applied at once."""
+HISTORY_PIECE = 16384
+"""Tokens of histories that are counted at once."""
+LOGPROB_WIDTHS = (16, 32)
+"""How many most probable tokens are reported: as many as cost little on a GPU, and more than OpenAI allows (20)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingFeatures:
-    """Which parts of `sample` are compiled: the static side of a batch. The default is argmax alone."""
+    """Which parts of `sample` are needed: the static side of a batch. The default is argmax alone."""
 
     random: bool = False
     """Some row has a temperature above 0. Without it min_p, top_k and top_p do not matter."""
-    top_k: bool = False
-    top_p: bool = False
-    repetition_penalty: bool = False
-    output_penalties: bool = False
-    """Presence and frequency penalties."""
-    logit_bias: bool = False
-    allowed_ids: bool = False
+    filters: bool = False
+    """Some row has top_k or top_p."""
+    biases: bool = False
+    """Some row has a bias, or tokens that it must not choose yet."""
     token_mask: bool = False
-    banned_ids: bool = False
+    penalties: bool = False
     num_logprobs: int | None = None
-    """Most probable tokens to report with each chosen one (0: that one alone); None: no log-probabilities."""
+    """Most probable tokens to report with each chosen one; None: no log-probabilities."""
 
 
 @flax.struct.dataclass
-class SamplingInputs:
-    """What each of S rows asks of the sampler. Id lists are padded with -1 to a power of two or to 0."""
+class Draws:
+    """How each of S rows chooses from its logits."""
 
     temperature: Float[_HostOrDevice, "S"]
     """0 means greedy."""
@@ -59,21 +63,57 @@ class SamplingInputs:
     """High and low word of a 64-bit seed."""
     token_index: Int[_HostOrDevice, "S"]
     """Index of the token to choose within the row's output, from 0."""
-    repetition_penalty: Float[_HostOrDevice, "S"]
-    presence_penalty: Float[_HostOrDevice, "S"]
-    frequency_penalty: Float[_HostOrDevice, "S"]
-    history: Int[_HostOrDevice, "S history"]
-    """Prompt then output token ids, of rows with penalties."""
-    prompt_length: Int[_HostOrDevice, "S"]
-    """Columns of `history` that belong to the prompt."""
-    bias_ids: Int[_HostOrDevice, "S biased"]
-    bias_values: Float[_HostOrDevice, "S biased"]
-    allowed_ids: Int[_HostOrDevice, "S allowed"]
-    """The only ids that may be chosen; a row with none allows all."""
+
+
+@flax.struct.dataclass
+class Biases:
+    """What is added to logits: biases, and -inf to ids that must not be chosen. Past the last row for padding."""
+
+    rows: Int[_HostOrDevice, " B"]
+    token_ids: Int[_HostOrDevice, " B"]
+    values: Float[_HostOrDevice, " B"]
+
+
+@flax.struct.dataclass
+class History:
+    """Tokens of the rows that have penalties, in any order. Past the last row for padding."""
+
+    rows: Int[_HostOrDevice, " H"]
+    token_ids: Int[_HostOrDevice, " H"]
+    """`~id`, which is negative, for a token of a prompt."""
+
+
+@flax.struct.dataclass
+class Penalties:
+    """Of each of S rows."""
+
+    repetition: Float[_HostOrDevice, "S"]
+    presence: Float[_HostOrDevice, "S"]
+    frequency: Float[_HostOrDevice, "S"]
+
+
+@flax.struct.dataclass
+class TokenCounts:
+    """Which tokens a row has had."""
+
+    seen: Bool[Array, "S V"]
+    """In the prompt or the output."""
+    output: Int[Array, "S V"]
+    """How often in the output."""
+
+
+@flax.struct.dataclass
+class SamplingInputs:
+    """What each of S rows asks of the sampler."""
+
+    draws: Draws
+    biases: Biases
+    """Padded to a multiple of BIAS_PIECE; 0 when there are none."""
     token_mask: Int[_HostOrDevice, "S words"]
-    """Of a grammar: bit `t % 32` of word `t // 32` says whether token `t` may be chosen. No words: all may."""
-    banned_ids: Int[_HostOrDevice, "S banned"]
-    """Ids that must not be chosen: stop and end-of-sequence ids before `min_tokens`."""
+    """Bit `t % 32` of word `t // 32` says whether token `t` may be chosen. No words: all may."""
+    history: History
+    """Padded to a multiple of HISTORY_PIECE; 0 when no row has penalties."""
+    penalties: Penalties
 
 
 @flax.struct.dataclass
@@ -109,39 +149,27 @@ def sample(logits: Float[Array, "S V"], inputs: SamplingInputs, features: Sampli
     itself: log_softmax of `logits` as they came.
     """
     raw = logits.astype(jnp.float32)
-    with jax.named_scope("edit_logits"):
-        edited = edit_logits(raw, inputs, features)
-    finite = jnp.all(raw < jnp.inf, axis=1) & jnp.isfinite(jnp.max(edited, axis=1))
-    token_ids = lax.argmax(edited, 1, jnp.int32)
-    if features.random:
-        with jax.named_scope("draw"):
-            token_ids = jnp.where(inputs.temperature == 0, token_ids, _draw(edited, inputs, features))
+    edited = edit_logits(raw, inputs, features)
+    token_ids, finite = choose(raw, edited, inputs.draws, random=features.random, filters=features.filters)
     logprobs = None
     if features.num_logprobs is not None:
-        with jax.named_scope("logprobs"):
-            logprobs = compute_logprobs(raw, token_ids, features.num_logprobs)
+        logprobs = compute_logprobs(raw, token_ids, features.num_logprobs)
     return SampledTokens(token_ids=token_ids, finite=finite, logprobs=logprobs)
 
 
-_sample: Any = jax.jit(sample, static_argnames="features")  # Any: its cache is in no stub
-
-MAX_COMPILED = 128
-"""Variants of `sample` that are kept compiled."""
-
-
-def sample_compiled(
-    logits: Float[Array, "S V"], inputs: SamplingInputs, features: SamplingFeatures
-) -> SampledTokens:
-    """`sample`, compiled for the features and shapes at hand.
-
-    Clients decide about those, and every variant takes memory: on a CPU also more than a hundred of the 65,530 memory
-    maps that a process may have. So all are forgotten when there are too many.
-    """
-    if _sample._cache_size() >= MAX_COMPILED:
-        _sample.clear_cache()
-    return _sample(logits, inputs, features)
+def choose(
+    raw: Float[Array, "S V"], edited: Float[Array, "S V"], draws: Draws, *, random: bool, filters: bool
+) -> tuple[Int[Array, "S"], Bool[Array, "S"]]:
+    """Token ids from edited logits, and `SampledTokens.finite`."""
+    finite = jnp.all(raw < jnp.inf, axis=1) & jnp.isfinite(jnp.max(edited, axis=1))
+    token_ids = lax.argmax(edited, 1, jnp.int32)
+    if random:
+        with jax.named_scope("draw"):
+            token_ids = jnp.where(draws.temperature == 0, token_ids, _draw(edited, draws, filters))
+    return token_ids, finite
 
 
+@jax.named_scope("logprobs")
 def compute_logprobs(
     logits: Float[Array, "T V"], targets: Int[Array, "T"], num_logprobs: int = 0
 ) -> TokenLogprobs:
@@ -154,7 +182,7 @@ def compute_logprobs(
     log_total = jax.nn.logsumexp(logits, axis=1)
     chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)
     rank = 1 + jnp.sum(logits > chosen, axis=1, dtype=jnp.int32)
-    top_logits, top_ids = lax.top_k(logits, min(num_logprobs, logits.shape[1]))
+    top_logits, top_ids = _most_probable(logits, min(num_logprobs, logits.shape[1]))
     return TokenLogprobs(
         logprob=chosen[:, 0] - log_total,
         rank=rank,
@@ -163,46 +191,76 @@ def compute_logprobs(
     )
 
 
+def _most_probable(
+    logits: Float[Array, "T V"], count: int
+) -> tuple[Float[Array, "T count"], Int[Array, "T count"]]:
+    """`lax.top_k`, a GPU's kernel for which takes 16 at once at most; beyond that XLA sorts the whole vocabulary.
+
+    Among tokens of probability 0, one may come twice where that sort is avoided.
+    """
+    if not 16 < count <= max(LOGPROB_WIDTHS):
+        return lax.top_k(logits, count)
+    rows = jnp.arange(logits.shape[0])[:, None]
+    values, ids = lax.top_k(logits, 16)
+    more_values, more_ids = lax.top_k(logits.at[rows, ids].set(-jnp.inf), count - 16)
+    return jnp.concatenate([values, more_values], axis=1), jnp.concatenate([ids, more_ids], axis=1)
+
+
 def edit_logits(
     logits: Float[Array, "S V"], inputs: SamplingInputs, features: SamplingFeatures
 ) -> Float[Array, "S V"]:
-    """Bias, allowed ids, grammar, banned ids, then penalties: what changes even a greedy choice."""
-    vocab_size = logits.shape[1]
-    rows = jnp.arange(logits.shape[0])[:, None]
-
-    def columns(ids: Int[_HostOrDevice, "S width"]) -> Int[Array, "S width"]:
-        # Padding goes past the end, where scatters drop it: -1 would mean the last column.
-        return jnp.where(ids < 0, vocab_size, ids)
-
-    if features.logit_bias:
-        logits = logits.at[rows, columns(inputs.bias_ids)].add(inputs.bias_values, mode="drop")
-    if features.allowed_ids:
-        allowed = jnp.zeros(logits.shape, bool).at[rows, columns(inputs.allowed_ids)].set(True, mode="drop")
-        unrestricted = jnp.all(inputs.allowed_ids < 0, axis=1, keepdims=True)
-        logits = jnp.where(allowed | unrestricted, logits, -jnp.inf)
+    """Biases and bans, allowed ids or a grammar, then penalties: what changes even a greedy choice."""
+    if features.biases:
+        logits = add_biases(logits, inputs.biases)
     if features.token_mask:
-        bits = jnp.repeat(inputs.token_mask, 32, axis=1, total_repeat_length=32 * inputs.token_mask.shape[1])
-        bit = lax.rem(jnp.arange(vocab_size, dtype=jnp.int32), jnp.int32(32))
-        allowed = (bits[:, :vocab_size] >> bit[None, :]) & 1
-        logits = jnp.where(allowed == 1, logits, -jnp.inf)
-    if features.banned_ids:
-        logits = logits.at[rows, columns(inputs.banned_ids)].set(-jnp.inf, mode="drop")
-    if features.repetition_penalty:
-        seen = jnp.zeros(logits.shape, bool).at[rows, columns(inputs.history)].set(True, mode="drop")
-        penalty = inputs.repetition_penalty[:, None]
-        logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-    if features.output_penalties:
-        is_prompt = jnp.arange(inputs.history.shape[1])[None, :] < inputs.prompt_length[:, None]
-        outputs = columns(jnp.where(is_prompt, -1, inputs.history))
-        counts = jnp.zeros(logits.shape, jnp.int32).at[rows, outputs].add(1, mode="drop")
-        logits = logits - inputs.frequency_penalty[:, None] * counts.astype(jnp.float32)
-        logits = logits - inputs.presence_penalty[:, None] * (counts > 0).astype(jnp.float32)
+        logits = apply_mask(logits, inputs.token_mask)
+    if features.penalties:
+        counts = count_tokens(no_counts(*logits.shape), inputs.history)
+        logits = penalise(logits, counts, inputs.penalties)
     return logits
 
 
-def kept_tokens(
-    logits: Float[Array, "S V"], inputs: SamplingInputs, features: SamplingFeatures
-) -> Bool[Array, "S V"]:
+@jax.named_scope("bias")
+def add_biases(logits: Float[Array, "S V"], biases: Biases) -> Float[Array, "S V"]:
+    return logits.at[biases.rows, biases.token_ids].add(biases.values, mode="drop")
+
+
+@jax.named_scope("mask")
+def apply_mask(logits: Float[Array, "S V"], token_mask: Int[_HostOrDevice, "S words"]) -> Float[Array, "S V"]:
+    rows, vocab_size = logits.shape
+    # Not `jnp.repeat`, whose index XLA computes while compiling: for a large vocabulary that takes half a minute.
+    bits = jnp.asarray(token_mask)[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]
+    allowed = (bits & 1).reshape(rows, -1)[:, :vocab_size]
+    return jnp.where(allowed == 1, logits, -jnp.inf)
+
+
+def no_counts(rows: int, vocab_size: int) -> TokenCounts:
+    shape = (rows, vocab_size)
+    return TokenCounts(seen=jnp.zeros(shape, bool), output=jnp.zeros(shape, jnp.int32))
+
+
+@jax.named_scope("counts")
+def count_tokens(counts: TokenCounts, history: History) -> TokenCounts:
+    """Add tokens to the counts."""
+    in_prompt = history.token_ids < 0
+    columns = jnp.where(in_prompt, ~history.token_ids, history.token_ids)
+    return TokenCounts(
+        seen=counts.seen.at[history.rows, columns].set(True, mode="drop"),
+        output=counts.output.at[history.rows, columns].add(1 - in_prompt.astype(jnp.int32), mode="drop"),
+    )
+
+
+@jax.named_scope("penalties")
+def penalise(logits: Float[Array, "S V"], counts: TokenCounts, penalties: Penalties) -> Float[Array, "S V"]:
+    """Penalties on the tokens that a row has had; the rows' are 1, 0 and 0 where it has none."""
+    repetition = jnp.asarray(penalties.repetition)[:, None]
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(counts.seen, repeated, logits)
+    logits = logits - jnp.asarray(penalties.frequency)[:, None] * counts.output.astype(jnp.float32)
+    return logits - jnp.asarray(penalties.presence)[:, None] * (counts.output > 0).astype(jnp.float32)
+
+
+def kept_tokens(logits: Float[Array, "S V"], draws: Draws, filters: bool = True) -> Bool[Array, "S V"]:
     """Tokens that min_p, top_k and top_p leave, in this order, each working on what the one before left.
 
     No filter separates tokens with equal logits: top_k keeps every token whose logit is at least the k-th
@@ -211,33 +269,28 @@ def kept_tokens(
     patterns, not over an interval); the mass is summed in float32. The most probable token always stays.
     """
     vocab_size = logits.shape[1]
-    scaled = _scaled(logits, inputs)
-    keep = scaled >= jnp.log(inputs.min_p)[:, None]
-    if not (features.top_k or features.top_p):
+    scaled = _scaled(logits, draws)
+    keep = scaled >= jnp.log(draws.min_p)[:, None]
+    if not filters:
         return keep
     keys = _ordered_keys(logits)
-    if features.top_k:
-        at_least = jnp.where(inputs.top_k > 0, jnp.minimum(inputs.top_k, vocab_size), vocab_size)
-        threshold = _largest_threshold(keys, lambda mask: jnp.sum(mask, axis=1, dtype=jnp.int32), at_least)
-        keep &= keys >= threshold[:, None]
-    if features.top_p:
-        weights = jnp.where(keep, jnp.exp(scaled), 0.0)
-        mass = jnp.sum(weights, axis=1) * inputs.top_p
-        threshold = _largest_threshold(
-            keys, lambda mask: jnp.sum(jnp.where(mask, weights, 0.0), axis=1), mass
-        )
-        threshold = jnp.minimum(threshold, jnp.max(keys, axis=1))
-        keep &= (keys >= threshold[:, None]) | (inputs.top_p >= 1)[:, None]
-    return keep
+    at_least = jnp.where(draws.top_k > 0, jnp.minimum(draws.top_k, vocab_size), vocab_size)
+    threshold = _largest_threshold(keys, lambda mask: jnp.sum(mask, axis=1, dtype=jnp.int32), at_least)
+    keep &= keys >= threshold[:, None]
+    weights = jnp.where(keep, jnp.exp(scaled), 0.0)
+    mass = jnp.sum(weights, axis=1) * draws.top_p
+    threshold = _largest_threshold(keys, lambda mask: jnp.sum(jnp.where(mask, weights, 0.0), axis=1), mass)
+    threshold = jnp.minimum(threshold, jnp.max(keys, axis=1))
+    return keep & ((keys >= threshold[:, None]) | (draws.top_p >= 1)[:, None])
 
 
-def _scaled(logits: Float[Array, "S V"], inputs: SamplingInputs) -> Float[Array, "S V"]:
+def _scaled(logits: Float[Array, "S V"], draws: Draws) -> Float[Array, "S V"]:
     """Logits under the temperature, shifted so that the largest is 0: no temperature overflows."""
-    temperature = jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)
+    temperature = jnp.where(draws.temperature > 0, draws.temperature, 1.0)
     return (logits - jnp.max(logits, axis=1, keepdims=True)) / temperature[:, None]
 
 
-def _draw(logits: Float[Array, "S V"], inputs: SamplingInputs, features: SamplingFeatures) -> Int[Array, "S"]:
+def _draw(logits: Float[Array, "S V"], draws: Draws, filters: bool) -> Int[Array, "S"]:
     """A draw from the filtered distribution of each row by the Gumbel-max trick."""
 
     def row_noise(seed: UInt32[Array, "2"], token_index: Int[Array, ""]) -> Float[Array, "V"]:
@@ -246,9 +299,9 @@ def _draw(logits: Float[Array, "S V"], inputs: SamplingInputs, features: Samplin
         # "high": 23 bits of noise would tie among 150k tokens in percents of the draws, and favour small ids.
         return jax.random.gumbel(key, logits.shape[1:], jnp.float32, mode="high")
 
-    noise = jax.vmap(row_noise)(jnp.asarray(inputs.seed), jnp.asarray(inputs.token_index))
-    keep = kept_tokens(logits, inputs, features)
-    return lax.argmax(jnp.where(keep, _scaled(logits, inputs) + noise, -jnp.inf), 1, jnp.int32)
+    noise = jax.vmap(row_noise)(jnp.asarray(draws.seed), jnp.asarray(draws.token_index))
+    keep = kept_tokens(logits, draws, filters)
+    return lax.argmax(jnp.where(keep, _scaled(logits, draws) + noise, -jnp.inf), 1, jnp.int32)
 
 
 def _ordered_keys(x: Float[Array, "S V"]) -> UInt32[Array, "S V"]:
@@ -277,18 +330,6 @@ def _largest_threshold(
     return lax.fori_loop(0, 16, refine, jnp.zeros(keys.shape[:1], jnp.uint32))
 
 
-def with_last_tokens(inputs: SamplingInputs, last_tokens: Int[Array, "S"]) -> SamplingInputs:
-    """Complete histories with tokens that were still in flight when the host built `inputs`.
-
-    `last_tokens[S]` are the newest tokens of each row, on the device. They fill the hole that
-    `build_sampling_inputs` left for a token in flight; rows without a hole stay as they are.
-    """
-    newest = (inputs.prompt_length + inputs.token_index - 1)[:, None]
-    hole = (jnp.arange(inputs.history.shape[1])[None, :] == newest) & (inputs.history < 0)
-    history = jnp.where(hole, last_tokens[:, None], inputs.history)
-    return dataclasses.replace(inputs, history=history)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
     """One row of a batch, as the host knows it."""
@@ -309,32 +350,25 @@ class SamplingRow:
 
 
 def build_sampling_inputs(
-    rows: Sequence[SamplingRow], num_rows: int
+    rows: Sequence[SamplingRow], num_rows: int, vocab_size: int
 ) -> tuple[SamplingInputs, SamplingFeatures]:
-    """Inputs of `sample` for these rows, padded with greedy rows to `num_rows`, and what to compile for them.
+    """Inputs of `sample` for these rows, padded with greedy rows to `num_rows`, and what parts of it they need.
 
-    The arrays are fresh numpy arrays that nobody else holds; jit never transfers those that the features do
-    not use. Widths, and `num_logprobs` above 0, are rounded up to powers of two to keep compilations few.
-    Raises `ValueError` for more rows than `num_rows`, and for a row with penalties and more than one token in
-    flight.
+    The arrays are fresh numpy arrays that nobody else holds; jit never transfers those that a part does not use.
+    Raises `ValueError` for more rows than `num_rows`, and for a row with penalties and a token in flight.
     """
     if len(rows) > num_rows:
         raise ValueError(f"{len(rows)} rows came; wanted at most num_rows, {num_rows}")
     params = [row.params for row in rows]
-    random = [not p.greedy for p in params]
-    banned = [row.stop_token_ids if row.num_output_tokens < row.params.min_tokens else () for row in rows]
+    biases, token_mask, history = build_edits(dict(enumerate(rows)), num_rows, vocab_size)
     logprobs = [p.logprobs for p in params if p.logprobs is not None]
     features = SamplingFeatures(
-        random=any(random),
-        top_k=any(r and p.top_k > 0 for r, p in zip(random, params, strict=True)),
-        top_p=any(r and p.top_p < 1 for r, p in zip(random, params, strict=True)),
-        repetition_penalty=any(p.repetition_penalty != 1 for p in params),
-        output_penalties=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
-        logit_bias=any(p.logit_bias for p in params),
-        allowed_ids=any(p.allowed_token_ids for p in params),
-        token_mask=any(row.token_mask is not None for row in rows),
-        banned_ids=any(banned),
-        num_logprobs=_power_of_two(max(logprobs)) if logprobs else None,
+        random=not all(p.greedy for p in params),
+        filters=any(not p.greedy and (p.top_k > 0 or p.top_p < 1) for p in params),
+        biases=biases.rows.size > 0,
+        token_mask=token_mask.size > 0,
+        penalties=history.rows.size > 0,
+        num_logprobs=logprob_width(max(logprobs), vocab_size) if logprobs else None,
     )
 
     def column(values: Iterable[float], pad: float, dtype: type[np.generic]) -> np.ndarray:
@@ -342,79 +376,103 @@ def build_sampling_inputs(
         array[: len(rows)] = list(values)
         return array
 
-    bias = [p.logit_bias or {} for p in params]
-    penalised = [
-        p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params
-    ]
     seeds = np.zeros((num_rows, 2), np.uint32)
     for i, row in enumerate(rows):
         seeds[i] = (row.seed >> 32) & 0xFFFFFFFF, row.seed & 0xFFFFFFFF
     inputs = SamplingInputs(
-        temperature=column((0.0 if p.greedy else p.temperature for p in params), 0.0, np.float32),
-        min_p=column((p.min_p for p in params), 0.0, np.float32),
-        top_k=column((min(p.top_k, 2**31 - 1) for p in params), 0, np.int32),
-        top_p=column((p.top_p for p in params), 1.0, np.float32),
-        seed=seeds,
-        token_index=column((row.num_output_tokens for row in rows), 0, np.int32),
-        repetition_penalty=column((p.repetition_penalty for p in params), 1.0, np.float32),
-        presence_penalty=column((p.presence_penalty for p in params), 0.0, np.float32),
-        frequency_penalty=column((p.frequency_penalty for p in params), 0.0, np.float32),
-        history=_padded(
-            [_history(row) if used else () for row, used in zip(rows, penalised, strict=True)], num_rows
+        draws=Draws(
+            temperature=column((0.0 if p.greedy else p.temperature for p in params), 0.0, np.float32),
+            min_p=column((p.min_p for p in params), 0.0, np.float32),
+            top_k=column((min(p.top_k, 2**31 - 1) for p in params), 0, np.int32),
+            top_p=column((p.top_p for p in params), 1.0, np.float32),
+            seed=seeds,
+            token_index=column((row.num_output_tokens for row in rows), 0, np.int32),
         ),
-        prompt_length=column((len(row.prompt_token_ids) for row in rows), 0, np.int32),
-        bias_ids=_padded([list(b) for b in bias], num_rows),
-        bias_values=_padded([list(b.values()) for b in bias], num_rows, pad=0.0, dtype=np.float32),
-        allowed_ids=_padded([p.allowed_token_ids or () for p in params], num_rows),
-        token_mask=_masks([row.token_mask for row in rows], num_rows),
-        banned_ids=_padded([list(ids) for ids in banned], num_rows),
+        biases=biases,
+        token_mask=token_mask,
+        history=history,
+        penalties=Penalties(
+            repetition=column((p.repetition_penalty for p in params), 1.0, np.float32),
+            presence=column((p.presence_penalty for p in params), 0.0, np.float32),
+            frequency=column((p.frequency_penalty for p in params), 0.0, np.float32),
+        ),
     )
     return inputs, features
 
 
-def _history(row: SamplingRow) -> np.ndarray:
-    """Prompt and output ids, with a hole (-1) for a token in flight."""
-    in_flight = row.num_output_tokens - len(row.output_token_ids)
-    if not 0 <= in_flight <= 1:
+def build_edits(
+    rows: Mapping[int, SamplingRow], num_rows: int, vocab_size: int
+) -> tuple[Biases, Int[np.ndarray, "S words"], History]:
+    """The edits that these rows, by their numbers, ask for, as in `SamplingInputs`: without any where there are none."""
+    biases = [(number, token, value) for number, row in rows.items() for token, value in _biases(row)]
+    masks = {number: mask for number, row in rows.items() if (mask := _mask(row, vocab_size)) is not None}
+    token_mask = np.full((num_rows, mask_words(vocab_size) if masks else 0), -1, np.int32)
+    for number, mask in masks.items():
+        token_mask[number] = mask
+    histories = [(number, ids) for number, row in rows.items() for ids in _history(row)]
+    return _pack_biases(biases, num_rows), token_mask, _pack_histories(histories, num_rows)
+
+
+def logprob_width(num_logprobs: int, vocab_size: int) -> int:
+    """Tokens to report where so many are asked for: one of LOGPROB_WIDTHS, beyond them a power of two."""
+    width = next((width for width in LOGPROB_WIDTHS if width >= num_logprobs), 0)
+    return min(width or 1 << (num_logprobs - 1).bit_length(), vocab_size)
+
+
+def _biases(row: SamplingRow) -> Iterable[tuple[int, float]]:
+    yield from (row.params.logit_bias or {}).items()
+    if row.num_output_tokens < row.params.min_tokens:
+        yield from ((token, -np.inf) for token in row.stop_token_ids)
+
+
+def _pack_biases(entries: Sequence[tuple[int, int, float]], num_rows: int) -> Biases:
+    size = _whole_pieces(len(entries), BIAS_PIECE)
+    rows, token_ids = np.full(size, num_rows, np.int32), np.zeros(size, np.int32)
+    values = np.zeros(size, np.float32)
+    if entries:
+        count = len(entries)
+        rows[:count], token_ids[:count], values[:count] = zip(*entries, strict=True)
+    return Biases(rows=rows, token_ids=token_ids, values=values)
+
+
+def _history(row: SamplingRow) -> tuple[np.ndarray, ...]:
+    """Prompt and output as in `History`, of a row with penalties."""
+    params = row.params
+    if params.repetition_penalty == 1 and params.presence_penalty == 0 and params.frequency_penalty == 0:
+        return ()
+    if row.num_output_tokens != len(row.output_token_ids):
         raise ValueError(
             f"num_output_tokens is {row.num_output_tokens} with {len(row.output_token_ids)} known tokens; "
-            "a row with penalties wants at most one token in flight"
+            "a row with penalties wants all of them known"
         )
-    return np.concatenate(
-        [
-            np.asarray(row.prompt_token_ids, np.int32),
-            np.asarray(row.output_token_ids, np.int32),
-            np.full(in_flight, -1, np.int32),
-        ]
-    )
+    return ~np.asarray(row.prompt_token_ids, np.int32), np.asarray(row.output_token_ids, np.int32)
 
 
-def _masks(masks: Sequence[np.ndarray | None], num_rows: int) -> np.ndarray:
-    """The masks as rows of one array; rows without allow all."""
-    words = max((len(mask) for mask in masks if mask is not None), default=0)
-    array = np.full((num_rows, words), -1, np.int32)
-    for row, mask in enumerate(masks):
-        if mask is not None:
-            array[row] = mask
-    return array
+def _pack_histories(parts: Sequence[tuple[int, np.ndarray]], num_rows: int) -> History:
+    lengths = [len(ids) for _, ids in parts]
+    count = sum(lengths)
+    size = _whole_pieces(count, HISTORY_PIECE)
+    rows, token_ids = np.full(size, num_rows, np.int32), np.zeros(size, np.int32)
+    if parts:
+        rows[:count] = np.repeat(np.array([number for number, _ in parts], np.int32), lengths)
+        np.concatenate([ids for _, ids in parts], out=token_ids[:count])
+    return History(rows=rows, token_ids=token_ids)
 
 
-def _padded(
-    lists: Sequence[Sequence[float] | np.ndarray],
-    num_rows: int,
-    *,
-    pad: float = -1,
-    dtype: type[np.generic] = np.int32,
-) -> np.ndarray:
-    """The lists as rows of one array [num_rows, width], width a power of two; 0 when all are empty."""
-    longest = max((len(items) for items in lists), default=0)
-    width = max(_MIN_WIDTH, _power_of_two(longest)) if longest else 0
-    array = np.full((num_rows, width), pad, dtype)
-    for i, items in enumerate(lists):
-        array[i, : len(items)] = items
-    return array
+def _mask(row: SamplingRow, vocab_size: int) -> np.ndarray | None:
+    """Of the grammar, or of the allowed ids."""
+    if not row.params.allowed_token_ids:
+        return row.token_mask
+    bits = np.zeros(32 * mask_words(vocab_size), bool)
+    bits[list(row.params.allowed_token_ids)] = True
+    mask = np.packbits(bits, bitorder="little").view(np.int32)
+    return mask if row.token_mask is None else mask & row.token_mask
 
 
-def _power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n; 0 for 0."""
-    return 1 << (n - 1).bit_length() if n > 0 else 0
+def mask_words(vocab_size: int) -> int:
+    """Words of a row of `SamplingInputs.token_mask`."""
+    return -(-vocab_size // 32)
+
+
+def _whole_pieces(count: int, piece: int) -> int:
+    return -(-count // piece) * piece

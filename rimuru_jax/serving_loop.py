@@ -15,7 +15,6 @@ they are handed over, and pages or slots may be given to the next step as soon a
 import functools
 import itertools
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -27,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
+from rimuru_jax import sampler
 from rimuru_jax.array_types import Hidden, HostIntArray, HostPages, Logits, PageTable, Pool, RouterCounts
 from rimuru_jax.compiled_steps import CompiledSteps, made_here
 from rimuru_jax.host.expert_cache import HOST, ExpertCopy, PageMove
@@ -39,15 +39,16 @@ from rimuru_jax.pallas import implementation
 from rimuru_jax.pallas.memory_view import WORD_BYTES
 from rimuru_jax.pallas.page_loads import PageLoads
 from rimuru_jax.pallas.page_update import load_pages, move_pages
+from rimuru_jax.programs import Programs
+from rimuru_jax.sampler import Sampler
 from rimuru_jax.sampling import (
+    LOGPROB_WIDTHS,
     SampledTokens,
     SamplingFeatures,
     SamplingInputs,
     TokenLogprobs,
-    build_sampling_inputs,
     compute_logprobs,
-    sample,
-    sample_compiled,
+    logprob_width,
 )
 
 MIN_PREFILL_SIZE = 16
@@ -89,6 +90,9 @@ GPU_COMPILER_OPTIONS = {
 UPDATE_SIZES = (64, 1024, 16384)
 """Entries of the page tables that are written at once; few sizes, so that few programs do it."""
 
+PROMPT_ROWS = 64
+"""Prompt tokens whose log-probabilities are made at once."""
+
 COPY_PAGES = 64
 """Expert pages that are copied or moved at once."""
 
@@ -114,7 +118,6 @@ class StepOutputs(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("spec", "decode"), donate_argnames=("pool",))
 def step(
-    spec: ModelSpec,
     params: StackParams,
     pool: Pool,
     host_pages: HostPages,
@@ -123,6 +126,7 @@ def step(
     batch: Batch,
     last_tokens: Int32[Array, " Q"],
     *,
+    spec: ModelSpec,
     decode: bool,
 ) -> tuple[Pool, StepOutputs]:
     """One forward pass over a batch. The pool is donated: use the one that comes back.
@@ -145,13 +149,18 @@ def _remember(
     return last_tokens.at[slots].set(tokens, mode="drop")
 
 
-@functools.partial(jax.jit, static_argnames=("num_logprobs",), static_argnums=(0,))
+@jax.jit
+def _take_rows(hidden: Hidden, index: Int32[Array, " n"]) -> Float[Array, "n d"]:
+    return hidden[index]
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "num_logprobs"))
 def prompt_logprobs(
-    spec: ModelSpec,
     params: StackParams,
     hidden: Float[Array, "n d"],
     targets: Int32[Array, " n"],
     *,
+    spec: ModelSpec,
     num_logprobs: int,
 ) -> TokenLogprobs:
     """Log-probabilities of the tokens that followed. Call it on chunks of rows: it makes `[n, V]` float32 arrays."""
@@ -182,7 +191,7 @@ def step_shapes(
     max_model_len: int,
     unrolled: bool = False,
 ) -> tuple[Any, ...]:
-    """Shapes of what `step` takes behind `spec`: enough to compile it. `unrolled`: with parameters of `unroll_params`."""
+    """Shapes of what `step` takes: enough to compile it. `unrolled`: with parameters of `unroll_params`."""
     shape, int32 = jax.ShapeDtypeStruct, jnp.int32
     moe, layers = spec.config.moe, len(spec.config.moe_layers)
     loads = (layers + 1, moe.num_experts * moe.matrices)
@@ -220,25 +229,16 @@ def workspace_bytes(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
     )
-    compiled = _compile_for_device(step.lower(spec, *shapes, decode=bucket.decode))
-    inputs, _ = build_sampling_inputs([], bucket.rows)
-    sampler = (
-        jax.jit(sample, static_argnames="features")
-        .lower(
-            jax.ShapeDtypeStruct((bucket.rows, spec.config.vocab_size), jnp.float32),
-            inputs,
-            features=SamplingFeatures(random=True, top_k=True, top_p=True),
-        )
-        .compile()
-    )
-    forward, sampling = compiled.memory_analysis(), sampler.memory_analysis()
-    assert forward is not None and sampling is not None
+    lowered = step.lower(*shapes, spec=spec, decode=bucket.decode)
+    forward = lowered.compile(_compiler_options()).memory_analysis()
+    assert forward is not None
     results = forward.output_size_in_bytes - forward.alias_size_in_bytes
-    return forward.temp_size_in_bytes + 2 * results + sampling.temp_size_in_bytes
+    sampling = sampler.workspace_bytes(bucket.rows, spec.config.vocab_size)
+    return forward.temp_size_in_bytes + 2 * results + sampling
 
 
-def _compile_for_device(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    return lowered.compile(GPU_COMPILER_OPTIONS if jax.default_backend() == "gpu" else None)
+def _compiler_options() -> dict[str, Any] | None:
+    return GPU_COMPILER_OPTIONS if jax.default_backend() == "gpu" else None
 
 
 def table_shapes(
@@ -337,9 +337,6 @@ class ServingLoop:
         layout: of the pool; its `num_huge_pages` rows include the scratch page.
         max_num_seqs: slots of the page tables.
         max_model_len: tokens that a slot's pages hold, at most.
-
-    Attributes:
-        late_compilations: steps that had to be compiled although `warm_up` was called.
     """
 
     def __init__(
@@ -355,14 +352,11 @@ class ServingLoop:
         cache: Path | None = None,
     ):
         self.spec, self.max_model_len = spec, max_model_len
-        self.late_compilations = 0
         self._device = jax.devices()[0]
         self._on_gpu = self._device.platform == "gpu"
-        self._compiled: dict[Bucket, jax.stages.Compiled] = {}
         # What runs still when Python ends would want to give memory back to it, and bring the process down.
         self._running: dict[str, jax.Array] = {}
         weakref.finalize(self, _wait, self._running)
-        self._lowering = threading.Lock()
         # Everything is bound to the device from the start: what comes out of a step is, and programs tell the two apart.
         self.params: StackParams = jax.device_put(params, self._device)
         # Layers in a loop are dispatched one by one, which takes longer than a decode; prefills, of which there are many
@@ -385,9 +379,17 @@ class ServingLoop:
             np.zeros((2, 0, moe.matrices), np.int32),
         )
         # What layers and functions of one's own do, no key could tell.
-        self._cache = None
+        kept = None
         if cache is not None and made_here(spec, stack.EXTENSIONS):
-            self._cache = CompiledSteps(cache, self._program_key())
+            kept = CompiledSteps(cache, self._program_key())
+        # On a CPU, loops of the same model share what `jit` has compiled.
+        self._programs = Programs(kept, _compiler_options(), shared=not self._on_gpu)
+        self._sampler = Sampler(self._programs, spec.config.vocab_size)
+
+    @property
+    def late_compilations(self) -> int:
+        """Programs that had to be compiled when they were first run, although `warm_up` was called."""
+        return self._programs.late
 
     def update_tables(self, updates: Mapping[str, tuple[HostIntArray, HostIntArray]]) -> None:
         """Write page ids `[U]` at (table, slot, column) `[U, 3]` of each named kind's tables."""
@@ -467,14 +469,13 @@ class ServingLoop:
     def warm_up(self, buckets: Sequence[Bucket], progress: Callable[[float, str], None]) -> None:
         """Compile the steps of these buckets, several at a time, and everything else that a step may need.
 
-        What `sample` is asked for beyond drawing with top-k and top-p is compiled when it comes. `progress` is told the
-        fraction done and what is done. After this, `late_compilations` counts steps of other buckets.
+        `progress` is told the fraction done and what is done. After this, `late_compilations` counts what came without:
+        steps of other buckets, and more log-probabilities than the server gives.
         """
         tasks: list[Callable[[], Any]] = [functools.partial(self._compile, bucket) for bucket in buckets]
         for rows in sorted({bucket.rows for bucket in buckets}):
-            for random, filtered in ((False, False), (True, False), (True, True)):
-                features = SamplingFeatures(random=random, top_k=filtered, top_p=filtered)
-                tasks.append(functools.partial(self._warm_up_sampling, rows, features))
+            tasks += self._sampler.tasks(rows)
+        tasks += self._prompt_logprob_tasks(sorted({bucket.tokens for bucket in buckets}))
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
             try:
                 futures = [threads.submit(task) for task in tasks]
@@ -495,19 +496,10 @@ class ServingLoop:
         self.pool = _load_pages(self.pool, self.host_pages, ids, ids, zero)
         self.pool = _move_pages(self.pool, self.spec.expert_view, ids, ids, zero)
 
-    def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
+    def _compile(self, bucket: Bucket) -> None:
         """Find or compile the step of a bucket. Thread-safe."""
-        name = f"{bucket.tokens}-{bucket.rows}-{'decode' if bucket.decode else 'prefill'}"
-        compiled = self._cache.load(name) if self._cache else None
-        if compiled is None:
-            arguments = (*self._arguments(bucket, self.experts), empty_batch(bucket), self.last_tokens)
-            with self._lowering:  # tracing gains nothing from threads
-                lowered = step.lower(self.spec, *arguments, decode=bucket.decode)
-            compiled = _compile_for_device(lowered)
-            if self._cache:
-                self._cache.save(name, compiled)
-        self._compiled[bucket] = compiled
-        return compiled
+        arguments = (*self._arguments(bucket, self.experts), empty_batch(bucket), self.last_tokens)
+        self._programs.compile(_name(bucket), step, *arguments, spec=self.spec, decode=bucket.decode)
 
     def _arguments(self, bucket: Bucket, experts: ExpertTables) -> tuple[Any, ...]:
         """What a step takes first."""
@@ -520,26 +512,27 @@ class ServingLoop:
         shapes = jax.tree.map(lambda array: (array.shape, str(array.dtype)), arguments)
         return self.spec, GPU_COMPILER_OPTIONS, implementation.device_refusal(), shapes
 
-    def _warm_up_sampling(self, rows: int, features: SamplingFeatures) -> None:
-        logits = jnp.zeros((rows, self.spec.config.vocab_size), jnp.float32, device=self._device)
-        inputs, _ = build_sampling_inputs([], rows)
-        sample_compiled(logits, inputs, features)
+    def _prompt_logprob_tasks(self, tokens: Sequence[int]) -> Iterator[Callable[[], Any]]:
+        shape, int32 = jax.ShapeDtypeStruct, jnp.int32
+        width, dtype = self.spec.config.hidden_size, self.spec.dtype
+        rows, targets = shape((PROMPT_ROWS, width), dtype), shape((PROMPT_ROWS,), int32)
+        for count in tokens:
+            hidden = shape((count, width), dtype)
+            yield functools.partial(self._programs.compile, f"rows-{count}", _take_rows, hidden, targets)
+        for num_logprobs in {logprob_width(num, self.spec.config.vocab_size) for num in LOGPROB_WIDTHS}:
+            yield functools.partial(
+                self._programs.compile, f"prompt-logprobs-{num_logprobs}", prompt_logprobs,
+                self.params, rows, targets, spec=self.spec, num_logprobs=num_logprobs,
+            )  # fmt: skip
 
     def run(self, packed: tuple[Batch, Bucket], *, loads_ahead: bool = True) -> StepOutputs:
         """Run one step. `loads_ahead`: it fills the loading buffers, else it reads in place what they would hold."""
         batch, bucket = packed
         experts = self.experts if loads_ahead else self.experts_in_place
         arguments = (*self._arguments(bucket, experts), batch, self.last_tokens)
-        compiled = self._compiled.get(bucket)
-        if compiled is None:
-            self.late_compilations += bool(self._compiled)
-            # On a CPU, loops of the same model share what `jit` has compiled.
-            compiled = (
-                self._compile(bucket)
-                if self._on_gpu
-                else functools.partial(step, self.spec, decode=bucket.decode)
-            )
-        self.pool, outputs = compiled(*arguments)
+        self.pool, outputs = self._programs(
+            _name(bucket), step, *arguments, spec=self.spec, decode=bucket.decode
+        )
         self._running["step"] = outputs.slots
         return outputs
 
@@ -547,24 +540,31 @@ class ServingLoop:
         self, outputs: StepOutputs, inputs: SamplingInputs, features: SamplingFeatures
     ) -> SampledTokens:
         """Choose the next token of each row, as `build_sampling_inputs` describes them; the next step may follow at once."""
-        sampled = sample_compiled(outputs.logits, inputs, features)
+        sampled = self._sampler(outputs.logits, inputs, features)
         self.last_tokens = _remember(self.last_tokens, outputs.slots, sampled.token_ids)
         self._running["sampler"] = sampled.token_ids
         return sampled
 
     def prompt_logprobs(
-        self, hidden: Hidden, first: int, targets: Sequence[int], num_logprobs: int, rows: int = 64
+        self, hidden: Hidden, first: int, targets: Sequence[int], num_logprobs: int
     ) -> Iterator[tuple[int, TokenLogprobs]]:
-        """Log-probabilities of `targets` after hidden states `first`, `first + 1`, ...; `rows` at a time.
+        """Log-probabilities of `targets` after hidden states `first`, `first + 1`, ...; PROMPT_ROWS at a time.
 
         Each part with the number of its rows that count.
         """
-        for begin in range(0, len(targets), rows):
-            part = np.zeros(rows, np.int32)
-            count = min(rows, len(targets) - begin)
+        width = logprob_width(num_logprobs, self.spec.config.vocab_size)
+        for begin in range(0, len(targets), PROMPT_ROWS):
+            part = np.zeros(PROMPT_ROWS, np.int32)
+            count = min(PROMPT_ROWS, len(targets) - begin)
             part[:count] = targets[begin : begin + count]
-            index = np.minimum(first + begin + np.arange(rows), hidden.shape[0] - 1)
-            yield (
-                count,
-                prompt_logprobs(self.spec, self.params, hidden[index], part, num_logprobs=num_logprobs),
-            )
+            index = np.minimum(first + begin + np.arange(PROMPT_ROWS, dtype=np.int32), hidden.shape[0] - 1)
+            rows = self._programs(f"rows-{hidden.shape[0]}", _take_rows, hidden, index)
+            logprobs = self._programs(
+                f"prompt-logprobs-{width}", prompt_logprobs,
+                self.params, rows, part, spec=self.spec, num_logprobs=width,
+            )  # fmt: skip
+            yield count, logprobs
+
+
+def _name(bucket: Bucket) -> str:
+    return f"{bucket.tokens}-{bucket.rows}-{'decode' if bucket.decode else 'prefill'}"

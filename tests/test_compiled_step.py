@@ -97,7 +97,7 @@ class Shapes:
 
     def compile(self, bucket: Bucket) -> tuple[jax.stages.Compiled, jax.ShapeDtypeStruct]:
         spec, shapes = self.shapes(bucket)
-        lowered = step.lower(spec, *shapes, decode=bucket.decode)
+        lowered = step.lower(*shapes, spec=spec, decode=bucket.decode)
         return lowered.compile(compiler_options=QUICK), shapes[1]
 
 

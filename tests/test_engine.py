@@ -1,9 +1,12 @@
 """The engine as its users call it: parameters, stops, samples, aborts, errors."""
 
 import contextlib
+import functools
 import gc
+import itertools
 import logging
 import math
+import operator
 from collections.abc import Iterator
 
 import jax
@@ -68,27 +71,52 @@ def test_a_step_starts_before_the_tokens_of_the_last_one_are_read(engine, monkey
     assert order == ["run", "sample", *["run", "_deliver", "sample"] * 2, "_deliver"]
 
 
-def test_nothing_compiles_after_a_warm_up(model):
-    """Prompts in chunks, decodes, requests that come and go, draws: all shapes were there before."""
-    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 48}
+LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 48}
+
+
+@pytest.fixture(scope="module")
+def ahead(model):
     said = []
-    ahead = Engine(
-        model,
-        dtype="float32",
-        page_pool_bytes=1 << 20,
-        compile_ahead=True,
-        progress=lambda fraction, text: said.append((fraction, text)),
-        **limits,
-    )
+    one = make(model, compile_ahead=True, progress=lambda *what: said.append(what), **LIMITS)
     assert said[-1][0] == 1.0 and "compiling" in said[-1][1]
+    return one
+
+
+def test_nothing_compiles_after_a_warm_up(model, ahead):
+    """Prompts in chunks, decodes, requests that come and go, draws: all shapes were there before."""
     ids = [prompt(i, length) for i, length in enumerate((30, 3, 17, 1, 25))]
     draws = SamplingParams(temperature=1, top_k=5, top_p=0.9, seed=3, max_tokens=5, ignore_eos=True)
     params = [GREEDY, draws, GREEDY, draws, GREEDY]
     with count_compilations() as compiled:
         outputs = ahead.generate(ids, params, use_tqdm=False)
     assert compiled == [] and ahead.loop.late_compilations == 0
-    later = make(model, **limits).generate(ids, params, use_tqdm=False)
+    later = make(model, **LIMITS).generate(ids, params, use_tqdm=False)
     assert [tokens(a) for a in outputs] == [tokens(b) for b in later]
+
+
+ASKED = (
+    {"presence_penalty": 0.5}, {"frequency_penalty": -0.3}, {"repetition_penalty": 1.2}, {"min_p": 0.1}, {"top_k": 3},
+    {"top_p": 0.8}, {"temperature": 0}, {"logit_bias": {3: 2.0, 9: -1.0}}, {"allowed_token_ids": [3, 4, 5, 60]},
+    {"min_tokens": 2, "stop_token_ids": [3]}, {"logprobs": 0}, {"logprobs": 20}, {"prompt_logprobs": 1},
+    {"prompt_logprobs": 20},
+)  # fmt: skip
+
+
+def test_nothing_compiles_whatever_is_asked_of_the_sampler(ahead):
+    """Each parameter alone, beside every other one, and all at once: no stall for others behind a new combination."""
+    together = functools.reduce(operator.or_, ASKED[:5] + ASKED[7:])
+    asked = [{}, together, *ASKED, *(one for pair in itertools.combinations(ASKED, 2) for one in pair)]
+    params = [SamplingParams(seed=i, max_tokens=2 + i % 3, **one) for i, one in enumerate(asked)]
+    with count_compilations() as compiled:
+        outputs = ahead.generate([prompt(i, 1 + i % 20) for i in range(len(params))], params, use_tqdm=False)
+    assert compiled == [] and ahead.loop.late_compilations == 0
+    for output, one in zip(outputs, params, strict=True):
+        (part,) = output.outputs
+        assert one.allowed_token_ids is None or set(part.token_ids) <= set(one.allowed_token_ids)
+        assert (part.logprobs is not None) == (one.logprobs is not None)
+    # Beyond what the server gives, a program of its own is made, and counted.
+    ahead.generate([prompt(1)], SamplingParams(logprobs=40), use_tqdm=False)
+    assert ahead.loop.late_compilations > 0
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ LAYERS = (
     ("cuda_driver", "host_memory"),
     ("pallas",),
     ("models",),
-    ("compiled_steps", "sampling", "serving_loop", "memory_budget", "step_costs"),
+    ("compiled_steps", "programs", "sampling", "sampling_table", "sampler", "serving_loop", "memory_budget", "step_costs"),
     ("request_state", "controller"),
     ("engine",),
     ("server", "bench"),

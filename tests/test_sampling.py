@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from rimuru_jax import sampling
+from rimuru_jax.programs import Programs
+from rimuru_jax.sampler import Sampler
 from rimuru_jax.sampling import (
+    BIAS_PIECE,
+    HISTORY_PIECE,
     SampledTokens,
     SamplingFeatures,
     SamplingRow,
@@ -19,14 +22,13 @@ from rimuru_jax.sampling import (
     edit_logits,
     kept_tokens,
     sample,
-    with_last_tokens,
 )
 from rimuru_jax.sampling_params import SamplingParams
 
 sample_jit = jax.jit(sample, static_argnames="features")
 edit_jit = jax.jit(edit_logits, static_argnames="features")
-kept_jit = jax.jit(kept_tokens, static_argnames="features")
-ALL_FILTERS = SamplingFeatures(random=True, top_k=True, top_p=True)
+kept_jit = jax.jit(kept_tokens)
+ALL_FILTERS = SamplingFeatures(random=True, filters=True)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -58,8 +60,12 @@ def row(
 
 
 def run(logits: np.ndarray, rows: list[SamplingRow]) -> SampledTokens:
-    inputs, features = build_sampling_inputs(rows, len(logits))
-    return sample_jit(jnp.asarray(logits), inputs, features=features)
+    """As a whole, and by the programs of the sampler."""
+    inputs, features = build_sampling_inputs(rows, *logits.shape)
+    whole = sample_jit(jnp.asarray(logits), inputs, features=features)
+    parts = Sampler(Programs(None, None, shared=True), logits.shape[1])(jnp.asarray(logits), inputs, features)
+    jax.tree.map(np.testing.assert_array_equal, whole, parts)
+    return whole
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 3.0) -> np.ndarray:
@@ -105,8 +111,8 @@ def kept(logits: np.ndarray, temperature: float, min_p: float, top_k: int, top_p
         num_output_tokens=0,
         stop_token_ids=(),
     )
-    inputs, _ = build_sampling_inputs([one] * len(logits), len(logits))
-    return np.asarray(kept_jit(jnp.asarray(logits), inputs, features=ALL_FILTERS))
+    inputs, _ = build_sampling_inputs([one] * len(logits), *logits.shape)
+    return np.asarray(kept_jit(jnp.asarray(logits), inputs.draws))
 
 
 def check_against_reference(
@@ -212,7 +218,7 @@ def test_filters_on_a_large_vocabulary():
 def test_greedy_is_argmax_and_compiles_nothing_else():
     logits = normal(5, 50)
     logits[2, [7, 30]] = 99.0
-    inputs, features = build_sampling_inputs([row(temperature=0.0)] * 4, 5)
+    inputs, features = build_sampling_inputs([row(temperature=0.0)] * 4, 5, 50)
     assert features == SamplingFeatures()
     sampled = sample_jit(jnp.asarray(logits), inputs, features=features)
     assert sampled.token_ids.tolist() == logits.argmax(axis=1).tolist()
@@ -224,18 +230,8 @@ def test_greedy_is_argmax_and_compiles_nothing_else():
     assert not primitives & {"while", "scan", "sort", "top_k", "random_bits", "scatter", "exp"}
 
 
-def test_only_so_many_variants_are_kept_compiled(monkeypatch):
-    monkeypatch.setattr(sampling, "MAX_COMPILED", 3)
-    logits = normal(1, 20)
-    for count in range(8):
-        one = row(temperature=0.0, logprobs=2**count)
-        sampled = sampling.sample_compiled(jnp.asarray(logits), *build_sampling_inputs([one], 1))
-        assert sampled.token_ids[0] == logits[0].argmax()
-        assert 1 <= sampling._sample._cache_size() <= 3
-
-
 def test_the_filters_do_not_sort():
-    inputs, features = build_sampling_inputs([row(top_k=5, top_p=0.5, min_p=0.1)], 1)
+    inputs, features = build_sampling_inputs([row(top_k=5, top_p=0.5, min_p=0.1)], 1, 50)
     text = str(jax.make_jaxpr(lambda x: sample(x, inputs, features))(normal(1, 50)))
     assert "random_bits" in text
     assert "sort" not in text and "top_k" not in text
@@ -250,7 +246,7 @@ def test_a_row_gives_the_same_token_alone_and_in_any_batch():
     together = run(logits, rows).token_ids.tolist()
     alone = []
     for i in range(9):
-        inputs, _ = build_sampling_inputs([rows[i]], 1)
+        inputs, _ = build_sampling_inputs([rows[i]], 1, 200)
         sampled = sample_jit(jnp.asarray(logits[i : i + 1]), inputs, features=ALL_FILTERS)
         alone.append(int(sampled.token_ids[0]))
     order = np.random.default_rng(0).permutation(9)
@@ -319,7 +315,7 @@ DRAWS = 20_000
 def test_draws_follow_the_distribution(params, over):
     values = normal(40, seed=7, scale=1.5)
     logits = jnp.broadcast_to(jnp.asarray(values), (DRAWS, 40))
-    inputs, features = build_sampling_inputs([row(**params)], DRAWS)
+    inputs, features = build_sampling_inputs([row(**params)], DRAWS, 40)
     features = features if len(params) == 1 else ALL_FILTERS
     numbers = np.arange(DRAWS, dtype=np.uint32)
     if over == "seeds":
@@ -327,10 +323,11 @@ def test_draws_follow_the_distribution(params, over):
     else:
         seeds, indices = np.tile(np.array([0, 11], np.uint32), (DRAWS, 1)), numbers.astype(np.int32)
     same = {
-        name: np.repeat(getattr(inputs, name)[:1], DRAWS, axis=0)
+        name: np.repeat(getattr(inputs.draws, name)[:1], DRAWS, axis=0)
         for name in ("temperature", "min_p", "top_k", "top_p")
     }
-    inputs = inputs.replace(seed=seeds, token_index=indices, **same)  # pyright: ignore[reportAttributeAccessIssue]
+    draws = inputs.draws.replace(seed=seeds, token_index=indices, **same)  # type: ignore[attr-defined]
+    inputs = inputs.replace(draws=draws)  # type: ignore[attr-defined]
     counts = np.bincount(np.asarray(sample_jit(logits, inputs, features=features).token_ids), minlength=40)
 
     def exact(temperature: float, min_p: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
@@ -403,14 +400,12 @@ EDITED_ROWS = [
 def test_edits_equal_the_reference():
     logits = normal(len(EDITED_ROWS) + 1, 30, seed=5)
     expected = np.stack([reference_edits(v, r) for v, r in zip(logits, [*EDITED_ROWS, row()], strict=True)])
-    inputs, features = build_sampling_inputs(EDITED_ROWS, len(logits))
-    assert features.logit_bias and features.allowed_ids and features.banned_ids and features.token_mask
-    together = jax.jit(edit_logits, static_argnames="features")(
-        jnp.asarray(logits), inputs, features=features
-    )
+    inputs, features = build_sampling_inputs(EDITED_ROWS, *logits.shape)
+    assert features.biases and features.token_mask and features.penalties
+    together = edit_jit(jnp.asarray(logits), inputs, features=features)
     np.testing.assert_allclose(together, expected, rtol=1e-5, atol=1e-5)
     for i, one in enumerate(EDITED_ROWS):
-        _, features = build_sampling_inputs([one], 1)
+        _, features = build_sampling_inputs([one], 1, 30)
         changed = not np.array_equal(expected[i], logits[i].astype(np.float64))
         assert changed == (features != SamplingFeatures(random=True))
 
@@ -431,23 +426,29 @@ def test_edits_change_the_choice():
     assert got == [expected for _, expected in cases]
 
 
-def test_a_token_in_flight_is_counted():
-    logits = jnp.asarray(normal(3, 30, seed=6))
-    params: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
-    complete = [row([1, 2], [3, 4, 9], **params), row([5], [6], **params), row([5, 6], **params)]
-    ahead = [row([1, 2], [3, 4], index=3, **params), row([5], [], index=1, **params), complete[2]]
-    inputs, features = build_sampling_inputs(complete, 3)
-    expected = edit_jit(logits, inputs, features=features)
-    inputs, _ = build_sampling_inputs(ahead, 3)
-    assert not np.array_equal(edit_jit(logits, inputs, features=features), expected)
-    filled = jax.jit(with_last_tokens)(inputs, jnp.array([9, 6, 29], jnp.int32))
-    np.testing.assert_array_equal(edit_jit(logits, filled, features=features), expected)
-
-
-def test_tokens_in_flight_of_rows_without_penalties_do_not_matter():
-    inputs, _ = build_sampling_inputs([row([1, 2], [], index=1)], 2)
-    filled = jax.jit(with_last_tokens)(inputs, jnp.array([9, 6], jnp.int32))
-    assert filled.history.shape == (2, 0)
+def test_edits_of_more_than_one_piece():
+    vocab = 3000
+    logits = normal(2, vocab, seed=6)
+    rng = np.random.default_rng(1)
+    rows = [
+        row(logit_bias={token: token % 7 - 3.0 for token in range(0, vocab, 2)}, min_tokens=1, stop=(4, 5)),
+        row(
+            rng.integers(0, vocab, HISTORY_PIECE).tolist(), rng.integers(0, 50, HISTORY_PIECE).tolist(),
+            presence_penalty=0.5, frequency_penalty=0.01, repetition_penalty=1.2,
+        ),
+    ]  # fmt: skip
+    inputs, features = build_sampling_inputs(rows, 2, vocab)
+    assert inputs.biases.rows.shape == (2 * BIAS_PIECE,) and inputs.history.rows.shape == (2 * HISTORY_PIECE,)
+    edited = np.asarray(edit_jit(jnp.asarray(logits), inputs, features=features))
+    np.testing.assert_allclose(edited[0], reference_edits(logits[0], rows[0]), rtol=1e-5, atol=1e-5)
+    prompt, output = (
+        np.bincount(ids, minlength=vocab) for ids in (rows[1].prompt_token_ids, rows[1].output_token_ids)
+    )
+    expected = np.where(
+        prompt + output > 0, np.where(logits[1] > 0, logits[1] / 1.2, logits[1] * 1.2), logits[1]
+    )
+    np.testing.assert_allclose(edited[1], expected - 0.01 * output - 0.5 * (output > 0), rtol=1e-5, atol=1e-4)
+    run(logits, rows)
 
 
 # Log-probabilities and broken logits.
@@ -459,18 +460,20 @@ def reference_logprobs(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
-def test_compute_logprobs():
-    logits = normal(6, 80, seed=8)
+@pytest.mark.parametrize("num_logprobs", [4, 16, 32, 64])
+def test_compute_logprobs(num_logprobs):
+    logits = np.round(normal(6, 80, seed=8), 1)  # some are equal
     logits[1, 40:] = -np.inf
     logits[2] *= 100
     targets = np.array([0, 39, 5, 79, 11, 60], np.int32)
-    got = jax.jit(compute_logprobs, static_argnums=2)(jnp.asarray(logits), jnp.asarray(targets), 4)
+    got = jax.jit(compute_logprobs, static_argnums=2)(jnp.asarray(logits), jnp.asarray(targets), num_logprobs)
     expected = reference_logprobs(logits)
     rows = np.arange(6)
     np.testing.assert_allclose(got.logprob, expected[rows, targets], rtol=1e-5, atol=1e-5)
     assert got.rank.tolist() == [1 + int((v > v[t]).sum()) for v, t in zip(logits, targets, strict=True)]
-    order = np.argsort(-logits, axis=1, kind="stable")[:, :4]
-    np.testing.assert_array_equal(got.top_ids, order)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :num_logprobs]
+    possible = expected[rows[:, None], order] > -np.inf
+    np.testing.assert_array_equal(np.where(possible, got.top_ids, 0), np.where(possible, order, 0))
     np.testing.assert_allclose(got.top_logprobs, expected[rows[:, None], order], rtol=1e-5, atol=1e-5)
 
 
@@ -487,7 +490,7 @@ def test_reported_logprobs_are_those_of_the_model_itself():
     np.testing.assert_allclose(sampled.logprobs.logprob[0], reference_logprobs(logits)[0, 7], rtol=1e-5)
     assert int(sampled.logprobs.rank[0]) == 1 + int((logits[0] > logits[0, 7]).sum())
     assert int(sampled.logprobs.rank[1]) == 1
-    assert sampled.logprobs.top_ids.shape == (2, 4)
+    assert sampled.logprobs.top_ids.shape == (2, 16)
 
 
 def test_num_logprobs_never_exceeds_the_vocabulary():
@@ -534,7 +537,7 @@ def test_a_masked_nan_is_still_a_broken_row():
 
 def test_bfloat16_logits():
     logits = jnp.asarray(normal(2, 50)).astype(jnp.bfloat16)
-    inputs, features = build_sampling_inputs([row(temperature=0.0, logprobs=1)], 2)
+    inputs, features = build_sampling_inputs([row(temperature=0.0, logprobs=1)], 2, 50)
     sampled = sample_jit(logits, inputs, features=features)
     assert sampled.token_ids[0] == np.asarray(logits.astype(jnp.float32))[0].argmax()
     assert sampled.logprobs is not None and sampled.logprobs.logprob.dtype == jnp.float32
@@ -543,37 +546,42 @@ def test_bfloat16_logits():
 # The host side.
 
 
-def test_build_pads_rows_and_widths():
+def test_build_pads_rows_and_pieces():
     rows = [
-        row(
-            prompt=list(range(9)),
-            output=[3],
-            repetition_penalty=1.1,
-            logit_bias=dict.fromkeys(range(17), 1.0),
-        ),
+        row(prompt=[7, 8], output=[3], repetition_penalty=1.1, logit_bias=dict.fromkeys(range(17), 1.0)),
         row(temperature=1e-7, logprobs=5, prompt=[1] * 99),
     ]
-    inputs, features = build_sampling_inputs(rows, 4)
-    assert features == SamplingFeatures(random=True, repetition_penalty=True, logit_bias=True, num_logprobs=8)
-    assert inputs.history.shape == (4, 16)
-    assert inputs.history[0].tolist() == [*range(9), 3, *[-1] * 6]
-    assert np.all(inputs.history[1:] == -1)
-    assert inputs.bias_ids.shape == inputs.bias_values.shape == (4, 32)
-    assert inputs.allowed_ids.shape == inputs.banned_ids.shape == inputs.token_mask.shape == (4, 0)
-    assert inputs.temperature.tolist() == [1.0, 0.0, 0.0, 0.0]
-    assert inputs.token_index.tolist() == [1, 0, 0, 0]
+    inputs, features = build_sampling_inputs(rows, 4, 40)
+    assert features == SamplingFeatures(random=True, penalties=True, biases=True, num_logprobs=16)
+    assert inputs.history.rows.shape == inputs.history.token_ids.shape == (HISTORY_PIECE,)
+    assert inputs.history.token_ids[:4].tolist() == [~7, ~8, 3, 0]
+    assert inputs.history.rows[:4].tolist() == [0, 0, 0, 4]
+    assert inputs.biases.rows[16:18].tolist() == [0, 4] and inputs.biases.values.shape == (BIAS_PIECE,)
+    assert inputs.token_mask.shape == (4, 0)
+    assert inputs.draws.temperature.tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert inputs.draws.token_index.tolist() == [1, 0, 0, 0]
+    plain, features = build_sampling_inputs([row(allowed_token_ids=[1, 33])], 2, 40)
+    assert plain.biases.rows.shape == plain.history.rows.shape == (0,) and features.token_mask
+    assert plain.token_mask.tolist() == [[2, 2], [-1, -1]]
+
+
+def test_no_more_logprobs_than_wanted_are_compiled_anew():
+    widths = {
+        n: build_sampling_inputs([row(logprobs=n)], 1, 100)[1].num_logprobs for n in (0, 16, 17, 20, 33, 90)
+    }
+    assert widths == {0: 16, 16: 16, 17: 32, 20: 32, 33: 64, 90: 100}
 
 
 def test_filters_of_greedy_rows_compile_nothing():
-    _, features = build_sampling_inputs([row(temperature=0.0, top_k=5, top_p=0.5)], 1)
+    _, features = build_sampling_inputs([row(temperature=0.0, top_k=5, top_p=0.5)], 1, 10)
     assert features == SamplingFeatures()
     assert hash(features) == hash(SamplingFeatures())
 
 
 def test_build_refuses_what_cannot_be():
     with pytest.raises(ValueError, match="2 rows came; wanted at most num_rows, 1"):
-        build_sampling_inputs([row(), row()], 1)
+        build_sampling_inputs([row(), row()], 1, 9)
     for index in (0, 3):
         with pytest.raises(ValueError, match=f"num_output_tokens is {index} with 1 known tokens"):
-            build_sampling_inputs([row(output=[1], index=index, presence_penalty=1.0)], 1)
-    build_sampling_inputs([row(output=[1], index=3)], 1)
+            build_sampling_inputs([row(output=[1], index=index, presence_penalty=1.0)], 1, 9)
+    build_sampling_inputs([row(output=[1], index=3)], 1, 9)

@@ -134,14 +134,14 @@ def test_a_sampled_token_goes_on_without_the_host(model):
         loop.update_tables({"kv": own_tables(loop, slot, first)})
     prompts = {0: [5, 6, 7], 1: [8, 9]}
     outputs = loop.run(pack([Chunk(slot, ids, 0) for slot, ids in prompts.items()]))
-    tokens = loop.sample(outputs, *build_sampling_inputs([row] * 2, len(outputs.logits))).token_ids
+    tokens = loop.sample(outputs, *build_sampling_inputs([row] * 2, *outputs.logits.shape)).token_ids
     assert tokens[0] != tokens[1]
     held = loop.run(pack([Chunk(1, [IN_FLIGHT], 2), Chunk(0, [IN_FLIGHT], 3)])).logits
     known = loop.run(pack([Chunk(1, [int(tokens[1])], 2), Chunk(0, [int(tokens[0])], 3)])).logits
     np.testing.assert_array_equal(held, known)
     # A row of padding writes nobody's token.
     alone = loop.run(pack([Chunk(1, [3, 4, 5], 2)]))
-    loop.sample(alone, *build_sampling_inputs([row], len(alone.logits)))
+    loop.sample(alone, *build_sampling_inputs([row], *alone.logits.shape))
     assert loop.last_tokens[0] == tokens[0]
 
 

@@ -353,7 +353,9 @@ def test_a_whole_step(bucket, h200, monkeypatch):
         model = ModelShapes(parse_config({**raw, "num_hidden_layers": layers}), "bfloat16", 64, 1024)
         spec, shapes = model.shapes(bucket, unrolled=bucket.decode)
         on_card = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200), shapes)
-        lowered = serving_step.trace(spec, *on_card, decode=bucket.decode).lower(lowering_platforms=("cuda",))
+        lowered = serving_step.trace(*on_card, spec=spec, decode=bucket.decode).lower(
+            lowering_platforms=("cuda",)
+        )
         result = lowered.compile(GPU_COMPILER_OPTIONS)
         text, memory, pool = result.as_text() or "", result.memory_analysis(), shapes[1]
         assert not [line for line in text.splitlines() if " copy" in line and f"[{pool.shape[0]}," in line]
