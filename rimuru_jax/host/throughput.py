@@ -8,6 +8,9 @@ With A of E experts absent, requests of s pages each and P pages in the pool,
 and n / T is what counts. As long as fetching hides behind computing, each expert given up is room for nothing. Past that
 point steps grow with A, requests with A plus what the pool has beyond the experts: where all experts would fit, the
 best A is what hides; where they would not, more requests win as long as there are any.
+
+Prompts are left out: a step that is full of them waits longer for absent experts, but few requests at once do not fill
+steps. Weighed as if they did, loads of long prompts became slower.
 """
 
 from dataclasses import dataclass
