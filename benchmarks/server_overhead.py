@@ -1,29 +1,31 @@
-"""What HTTP costs: the same requests to an engine and to a server around one, many streams at once.
+"""What HTTP costs: the same requests to an engine and to a server around it, many streams at once.
 
-    python benchmarks/server_overhead.py [--streams 64] [--prompt 32] [--tokens 16] [--repeats 3] [--step-ms 17]
+    python benchmarks/server_overhead.py [--streams 64] [--prompt 32] [--tokens 16] [--repeats 3]
+    python benchmarks/server_overhead.py --step-ms 17
+    python benchmarks/server_overhead.py --model tests/data/configs/Qwen3-30B-A3B.json --load-format dummy --tokens 128
 
-The embedded default model on a CPU, or with `--step-ms` a tiny model whose tokens wait until a device that takes so long for
-each step would have them. All requests come at once, greedy, token ids as prompts. Engine and server are two
-processes that work in turns, each warmed up with the same requests; the client of the server shares the cores with it.
+The embedded default model; with `--step-ms` a tiny one whose tokens wait until a device that takes so long for each step
+would have them; with `--model` that one. All requests come at once, greedy, token ids as prompts. Engine's own loop and
+server take turns with one engine; the client of the server is a process of its own.
 
-Requests reach a server one after another, so that its first steps are smaller than the engine's. The last two columns leave
+Requests reach a server one after another, so that its first steps are smaller than the engine's. The columns `HTTP` leave
 that out: mean time to the first token, and of whole requests, as the client sees them less as the engine inside the server
 sees them.
 """
 
 import argparse
 import asyncio
+import json
 import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import jax
@@ -33,18 +35,34 @@ from rimuru_jax import Engine, SamplingParams
 from rimuru_jax.bench import client
 from rimuru_jax.bench.workload import BenchRequest
 from rimuru_jax.server.config import ServerConfig
-from rimuru_jax.server.serve import listen, serve
+from rimuru_jax.server.serve import listen, serve_until
 
 
-def engine(streams: int, step_ms: float) -> Engine:
+class Times(NamedTuple):
+    """Of one run."""
+
+    ttft: float
+    """Median seconds to the first token."""
+    tokens_per_second: float
+    added_ttft: float = 0.0
+    """Mean seconds to the first token that the engine did not see; likewise of whole requests."""
+    added_latency: float = 0.0
+
+
+def build_engine(args: argparse.Namespace) -> Engine:
     limits: dict[str, Any] = {
-        "max_num_seqs": streams, "max_model_len": 256, "max_num_batched_tokens": 1024, "compile_ahead": True,
-    }  # fmt: skip
-    if not step_ms:
+        "max_num_seqs": args.streams,
+        "max_model_len": max(256, args.prompt + args.tokens),
+        "max_num_batched_tokens": 2048,
+    }
+    if args.model:
+        return Engine(args.model, load_format=args.load_format, dtype=args.dtype, **limits)
+    limits |= {"compile_ahead": True, "max_num_batched_tokens": 1024}
+    if not args.step_ms:
         return Engine(page_pool_bytes=384 << 20, **limits)
     with tempfile.TemporaryDirectory() as folder:
         one = reliability.build_engine(Path(folder), page_pool_bytes=32 << 20, **limits)
-    pace(one, step_ms / 1e3)
+    pace(one, args.step_ms / 1e3)
     return one
 
 
@@ -64,28 +82,48 @@ def pace(one: Engine, seconds: float) -> None:
     one.loop.run, one._deliver = timed_run, timed_deliver  # type: ignore[method-assign]
 
 
-def run_server(streams: int, step_ms: float) -> None:
-    server_socket = listen("127.0.0.1", 0)
-    host, port = server_socket.getsockname()
-    config = ServerConfig(served_model_name="model")
-    serve(
-        engine(streams, step_ms), config, server_socket, shutdown_timeout=1.0,
-        ready=lambda: print(f"http://{host}:{port}", flush=True),
-    )  # fmt: skip
+def prompts_of(args: argparse.Namespace) -> list[list[int]]:
+    return [
+        [1 + (7 * stream + place) % 250 for place in range(args.prompt)] for stream in range(args.streams)
+    ]
 
 
-def through_engine(one: Engine, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
-    """Median time to the first token in s, and tokens per second."""
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+def through_engine(one: Engine, args: argparse.Namespace) -> Times:
+    params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
     begin = time.perf_counter()
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(prompts_of(args)):
         one.add_request(str(number), prompt, params)
     first: dict[str, float] = {}
     while one.has_unfinished_requests():
         for output in one.step():
             first.setdefault(output.request_id, time.perf_counter() - begin)
     seconds = time.perf_counter() - begin
-    return statistics.median(first.values()), len(prompts) * tokens / seconds
+    return Times(statistics.median(first.values()), args.streams * args.tokens / seconds)
+
+
+def through_server(one: Engine, args: argparse.Namespace) -> Times:
+    """A server around the engine for as long as a client in another process takes."""
+
+    async def run() -> Times:
+        server_socket = listen("127.0.0.1", 0)
+        host, port = server_socket.getsockname()
+        stop, ready = asyncio.Event(), asyncio.Event()
+        config = ServerConfig(served_model_name="model")
+        serving = asyncio.ensure_future(serve_until(stop, one, config, server_socket, 1.0, ready.set))
+        await ready.wait()
+        sizes = ("--streams", args.streams, "--prompt", args.prompt, "--tokens", args.tokens)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, __file__, "--client", f"http://{host}:{port}", *map(str, sizes),
+            stdout=asyncio.subprocess.PIPE, env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )  # fmt: skip
+        text, _ = await process.communicate()
+        stop.set()
+        await serving
+        if process.returncode:
+            sys.exit(f"the client ended with {process.returncode}")
+        return Times(*json.loads(text))
+
+    return asyncio.run(run())
 
 
 def engine_sums(url: str) -> tuple[float, float]:
@@ -99,21 +137,24 @@ def engine_sums(url: str) -> tuple[float, float]:
     return first, whole
 
 
-def through_server(url: str, prompts: list[list[int]], tokens: int) -> tuple[float, float, float, float]:
-    """As `through_engine`, then what HTTP added to the first token and to the whole, in s."""
+def run_client(url: str, args: argparse.Namespace) -> Times:
     before = engine_sums(url)
     body: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
     target = client.Target(
         base_url=url, endpoint="/v1/completions", backend="openai", model="model", body=body
     )
-    requests = [BenchRequest(prompt, len(prompt), tokens) for prompt in prompts]
+    requests = [BenchRequest(prompt, len(prompt), args.tokens) for prompt in prompts_of(args)]
     results, seconds = asyncio.run(client.run(target, requests, [0.0] * len(requests)))
-    assert not any(result.error for result in results)
-    assert all(result.output_tokens == tokens for result in results)
+    for result in results:
+        if result.error or result.output_tokens != args.tokens:
+            sys.exit(f"{result.output_tokens} of {args.tokens} tokens came: {result.error}")
     after = engine_sums(url)
-    first = statistics.mean(result.ttft for result in results) - (after[0] - before[0]) / len(results)
-    whole = statistics.mean(result.latency for result in results) - (after[1] - before[1]) / len(results)
-    return statistics.median(result.ttft for result in results), len(prompts) * tokens / seconds, first, whole
+    return Times(
+        statistics.median(result.ttft for result in results),
+        args.streams * args.tokens / seconds,
+        statistics.mean(result.ttft for result in results) - (after[0] - before[0]) / len(results),
+        statistics.mean(result.latency for result in results) - (after[1] - before[1]) / len(results),
+    )
 
 
 def main() -> None:
@@ -125,36 +166,46 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--step-ms", type=float, default=0.0, help="time of a step on a device to imitate")
-    parser.add_argument("--serve", action="store_true", help="be the server")
+    parser.add_argument("--model", help="folder, or a config.json with --load-format dummy")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--client", metavar="URL", help="be the client of this server")
     args = parser.parse_args()
-    if args.serve:
-        run_server(args.streams, args.step_ms)
+    if args.client:
+        print(json.dumps(run_client(args.client, args)))
         return
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}, Python "
-          f"{sys.version.split()[0]}, {args.streams} streams of {args.prompt} + {args.tokens} tokens")  # fmt: skip
-    prompts = [
-        [1 + (7 * stream + place) % 250 for place in range(args.prompt)] for stream in range(args.streams)
-    ]
-    one = engine(args.streams, args.step_ms)
-    command = [sys.executable, __file__, "--serve", "--streams", str(args.streams), "--step-ms", str(args.step_ms)]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        try:
-            print(
-                f"{'':8} {'engine: TTFT s':>15} {'tok/s':>8} {'server: TTFT s':>15} {'tok/s':>8} {'HTTP: TTFT s':>13} {'whole s':>8}"
-            )
-            for repeat in range(args.repeats + 1):
-                direct = through_engine(one, prompts, args.tokens)
-                served = through_server(url, prompts, args.tokens)
-                name = f"run {repeat}" if repeat else "warm-up"
-                print(
-                    f"{name:8} {direct[0]:15.2f} {direct[1]:8.1f} {served[0]:15.2f} {served[1]:8.1f} "
-                    f"{served[2]:13.3f} {served[3]:8.3f}",
-                    flush=True,
-                )
-        finally:
-            process.terminate()
+    begin = time.perf_counter()
+    one = build_engine(args)
+    device = jax.devices()[0].device_kind
+    print(f"{device}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}, "
+          f"Python {sys.version.split()[0]}, {args.model or ('tiny' if args.step_ms else 'embedded')} model, {args.streams} streams of {args.prompt} + "
+          f"{args.tokens} tokens; started in {time.perf_counter() - begin:.1f} s")  # fmt: skip
+    heads = (
+        "engine: TTFT ms",
+        "tok/s",
+        "server: TTFT ms",
+        "tok/s",
+        "of engine's",
+        "HTTP: TTFT ms",
+        "whole ms",
+    )
+    print(" " * 8 + "".join(f"{head:>17}" for head in heads))
+    shares, added = [], []
+    for repeat in range(args.repeats + 1):
+        direct, served = through_engine(one, args), through_server(one, args)
+        share = served.tokens_per_second / direct.tokens_per_second
+        name = f"run {repeat}" if repeat else "warm-up"
+        print(
+            f"{name:8}{1e3 * direct.ttft:17.1f}{direct.tokens_per_second:17.1f}{1e3 * served.ttft:17.1f}"
+            f"{served.tokens_per_second:17.1f}{share:17.3f}{1e3 * served.added_ttft:17.1f}{1e3 * served.added_latency:17.1f}",
+            flush=True,
+        )
+        if repeat:
+            shares.append(share)
+            added.append(1e3 * (served.ttft - direct.ttft))
+    print(f"medians: tokens/s through HTTP {statistics.median(shares):.3f} of the engine's, "
+          f"first tokens {statistics.median(added):.1f} ms later; late compilations {one.loop.late_compilations}")  # fmt: skip
+    print(f"{time.perf_counter() - begin:.1f} s in all")
 
 
 if __name__ == "__main__":
