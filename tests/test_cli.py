@@ -17,7 +17,7 @@ import pytest
 import tokenizers
 from typer.testing import CliRunner
 
-from rimuru_jax import Engine, SamplingParams
+from rimuru_jax import Engine, SamplingParams, cli
 from rimuru_jax.cli import app, main
 from rimuru_jax.cli.hotset import describe_skew
 from rimuru_jax.cli.options import parse_bytes, sampling_options
@@ -205,6 +205,28 @@ def test_traceback_on_request(monkeypatch):
     monkeypatch.setenv("RIMURU_TRACEBACK", "1")
     with pytest.raises(ValueError, match="no prompt"):
         main(["generate"])
+
+
+@pytest.mark.parametrize(
+    ("installed", "driver", "platforms"),
+    [
+        ({"jax_cuda13_plugin"}, False, "cpu"),
+        ({"jax_cuda13_plugin"}, True, None),  # with CUDA's libraries of the system
+        ({"jax_cuda13_plugin", "nvidia", "nvidia.cudnn"}, False, None),  # JAX says what is wrong
+        (set(), False, None),
+    ],
+)
+def test_a_plugin_that_only_compiles_is_passed_over(run, monkeypatch, installed, driver, platforms):
+    def load(name: str) -> None:
+        if not driver:
+            raise OSError(name)
+
+    monkeypatch.setenv("JAX_PLATFORMS", "")  # so that it is as before in the end
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: name in installed)
+    monkeypatch.setattr(cli.ctypes, "CDLL", load)
+    assert run("--version")[0] == 0
+    assert os.environ.get("JAX_PLATFORMS") == platforms
 
 
 def test_version_and_help(run):

@@ -1,5 +1,7 @@
 """The `rimuru` command. Commands import the engine, and with it JAX, only when they run."""
 
+import ctypes
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -63,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Errors that the user can mend are one sentence on stderr. RIMURU_TRACEBACK=1 shows where they come from.
     """
+    _pass_over_a_plugin_that_only_compiles()
     try:
         status = app(arguments, standalone_mode=False)
         sys.stdout.flush()
@@ -78,6 +81,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"rimuru: error: {_sentence(error)}", file=sys.stderr)
         return USER_ERROR
+
+
+def _pass_over_a_plugin_that_only_compiles() -> None:
+    """Keep JAX from complaining at length of a CUDA plugin that has neither a driver nor CUDA's libraries here.
+
+    The dependency group `h200` installs one, to compile for a GPU without having any.
+    """
+    if "JAX_PLATFORMS" in os.environ or not importlib.util.find_spec("jax_cuda13_plugin"):
+        return
+    if importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn"):
+        return
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 def _sentence(error: Exception) -> str:
