@@ -62,6 +62,25 @@ def test_a_damaged_file_is_no_program(damage: Callable[[bytes], bytes], tmp_path
     assert cache.load("a") is None
 
 
+class Killed(BaseException):
+    """Stands for the process being killed: nothing in the package catches it."""
+
+
+def test_what_a_killed_writer_leaves_is_no_program(tmp_path, monkeypatch):
+    def die(*_: object) -> None:
+        raise Killed
+
+    cache = CompiledSteps(tmp_path, "model")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Path, "replace", die)
+        cache.save("a", double())
+    assert [path for path in tmp_path.rglob("*") if path.is_file()], "it was killed before it wrote"
+    assert cache.load("a") is None
+    cache.save("a", double())
+    found = CompiledSteps(tmp_path, "model").load("a")
+    assert found is not None and found(jnp.arange(4.0)).tolist() == [0, 2, 4, 6]
+
+
 def test_the_longest_unused_go_first(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled_steps, "MODELS_KEPT", 2)
     program = double()
