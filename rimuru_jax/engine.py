@@ -484,11 +484,11 @@ class Engine:
 
         tokens = sampled.token_ids[: len(chunks)]  # padding rows sampled too
         row_of = {chunk.request: row for row, chunk in enumerate(chunks)}
-        now = time.monotonic()
+        now, completions = time.monotonic(), self._completions
         values, finite = tokens.tolist(), sampled.finite.tolist()
         for request in self.scheduler.update(step.plan, values):
             row = row_of[request]
-            state, completion = self._completions[request]
+            state, completion = completions[request]
             changed[state.request_id] = state
             if not finite[row]:
                 request.output_token_ids.pop()

@@ -372,6 +372,7 @@ class ServingLoop:
             name: jnp.zeros(shape, jnp.int32, device=self._device)
             for name, shape in table_shapes(layout, max_num_seqs, max_model_len).items()
         }
+        self._loading_blocks = self._put(np.array(LOADING_BLOCKS, np.int32))
         moe, layers = spec.config.moe, len(spec.config.moe_layers)
         self.set_experts(
             np.full((layers, moe.num_experts, moe.matrices), HOST, np.int32),
@@ -423,22 +424,24 @@ class ServingLoop:
         sources[:layers, :width] = np.where(loading[..., None], page, 0).reshape(layers, width)
         targets[:layers, :width] = np.where(loading[..., None], buffer, 0).reshape(layers, width)
         counts[:layers] = loading.sum(axis=1) * matrices
-        loads_of = PageLoads(sources, targets, counts, np.array(LOADING_BLOCKS, np.int32))  # type: ignore[arg-type]
+        self._shown, self._experts_in_place = (pages.copy(), loads.copy()), None
         # Not `jnp.array(pages)`: on a CPU that reads aligned memory in place, and copies it behind the running step.
-        self.experts = self._put(ExpertTables(pages=pages.copy(), loads=loads_of))  # type: ignore[arg-type]
-        in_place = pages.copy()
-        layer, place = np.nonzero(loading)
-        in_place[layer, loads[layer, place]] = HOST
-        self._pages_in_place, self._experts_in_place = in_place, None
+        shown, sources, targets, counts = self._put((self._shown[0], sources, targets, counts))
+        self.experts = ExpertTables(
+            pages=shown, loads=PageLoads(sources, targets, counts, self._loading_blocks)
+        )
 
     @property
     def experts_in_place(self) -> ExpertTables:
         """`experts` without loads, for steps that read in place: made when the first of them comes."""
         if self._experts_in_place is None:
-            loads = self.experts.loads
+            pages, loads = self._shown
+            in_place = pages.copy()
+            layer, place = np.nonzero(loads >= 0)
+            in_place[layer, loads[layer, place]] = HOST
+            none = np.zeros(len(pages) + 1, np.int32)
             self._experts_in_place = ExpertTables(
-                pages=self._put(self._pages_in_place),
-                loads=loads._replace(counts=self._put(np.zeros(loads.counts.shape, np.int32))),
+                pages=self._put(in_place), loads=self.experts.loads._replace(counts=self._put(none))
             )
         return self._experts_in_place
 

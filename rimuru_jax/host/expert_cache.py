@@ -275,14 +275,16 @@ class ExpertCache:
             experts of the layer, most probable first. Absent experts beyond B are read from the host in place. The
             order is the policy's when the residency of the layer last changed, or when it last made a clear difference.
         """
-        scores = self._policy.scores()
-        for layer in np.flatnonzero(self._stale_layers).tolist():
-            order = np.argsort(-scores[layer], kind="stable")
-            away = order[~self.resident[layer, order]][: self.buffer_pages.shape[1]]
-            self._loads[layer] = -1
-            self._loads[layer, : len(away)] = away
-            self._effective[layer] = self.table[layer]
-            self._effective[layer, away] = self.buffer_pages[layer % 2, : len(away)]
+        layers, buffers = np.flatnonzero(self._stale_layers), self.buffer_pages.shape[1]
+        resident = self.resident[layers]
+        absent_first = np.where(resident, np.inf, -self._policy.scores()[layers])
+        away = np.argsort(absent_first, axis=1, kind="stable")[:, :buffers]
+        is_away = ~np.take_along_axis(resident, away, axis=1)
+        self._loads[layers] = -1
+        self._loads[layers, :buffers] = np.where(is_away, away, -1)
+        self._effective[layers] = self.table[layers]
+        row, place = np.nonzero(is_away)
+        self._effective[layers[row], away[row, place]] = self.buffer_pages[layers[row] % 2, place]
         self._stale_layers[:] = False
         self._load_chances = None
         return self._effective.copy(), self._loads.copy()
