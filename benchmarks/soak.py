@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py                                   # the embedded model, 20,000 steps
     python benchmarks/soak.py --model tests/data/configs/Qwen3-30B-A3B.json --load-format dummy --num-layers 4 \
-        --page-pool-bytes 3GiB --expert-offload-limit 64 --max-num-seqs 256 --max-model-len 1024
+        --page-pool-bytes 3.25GiB --expert-offload-limit 64 --adjuster-policy watermark --max-num-seqs 256 --max-model-len 1024
 
 Load comes in tides: for some hundred steps requests always wait, then there is one at a time, so that experts go and come
 back. Memory is read while nothing runs, `--settle` steps after the start and again at the end. The run fails in one sentence
@@ -168,15 +168,18 @@ def soak(
 ) -> None:
     """Serve, and compare memory."""
     if not 0 < settle < steps:
-        raise ValueError(f"settle is {settle} steps, it must be between 1 and steps ({steps})")
+        sys.exit(f"settle is {settle} steps, it must be at least 1 and less than steps ({steps})")
     if num_layers is not None and not (model and model.is_file()):
-        raise ValueError("num_layers goes with --model CONFIG.JSON --load-format dummy")
+        sys.exit("num_layers changes a config.json: it goes with --model CONFIG.JSON --load-format dummy")
     if model is None:
         engine = {**engine, **SMALL}
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(progress("loading"))
         path = stack.enter_context(with_layers(model, num_layers)) if model else None
-        served = Engine(path, progress=report, **engine)
+        try:
+            served = Engine(path, progress=report, **engine)
+        except ValueError as error:
+            sys.exit(str(error))
     print(served.plan.describe())
     load, readings, begin = Load(served), list[Memory](), time.perf_counter()
     for number in range(1, steps + 1):
