@@ -35,7 +35,7 @@ from rimuru_jax.host.request import Request
 from rimuru_jax.host.scheduler import StepPlan
 from rimuru_jax.memory_budget import MemoryBudget, measure, reserve_memory
 from rimuru_jax.models.checkpoint import LoadedModel, load_checkpoint
-from rimuru_jax.models.context import Batch, ModelSpec
+from rimuru_jax.models.context import ModelSpec, PackedBatch
 from rimuru_jax.models.default_model import DEFAULT_POOL_BYTES, cache_dir, default_model_path
 from rimuru_jax.models.random_weights import random_model, skewed
 from rimuru_jax.models.registry import parse_config, read_config
@@ -463,7 +463,7 @@ class Engine:
         context_len = np.array([chunk.start + chunk.num_tokens for chunk in plan.chunks])
         return self._sampling.inputs(np.array(slots), context_len, num_rows, row)
 
-    def _pack(self, plan: StepPlan, slots: list[int]) -> tuple[Batch, Bucket]:
+    def _pack(self, plan: StepPlan, slots: list[int]) -> tuple[PackedBatch, Bucket]:
         """A decode goes on with the token that was sampled last for its slot, whether the host knows it by now or not."""
         _, starts, lengths, _ = zip(*plan.chunks, strict=True)
         ids = [IN_FLIGHT] * plan.num_decodes

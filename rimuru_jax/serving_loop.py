@@ -33,7 +33,7 @@ from rimuru_jax.host.expert_cache import HOST, ExpertCopy, PageMove
 from rimuru_jax.host.page_layout import PageLayout
 from rimuru_jax.host_memory import device_rows, device_view
 from rimuru_jax.models import stack
-from rimuru_jax.models.context import Batch, ExpertTables, ModelSpec, PageTables
+from rimuru_jax.models.context import ExpertTables, ModelSpec, PackedBatch, PageTables
 from rimuru_jax.models.stack import StackParams, param_shapes, unroll_params
 from rimuru_jax.pallas import implementation
 from rimuru_jax.pallas.memory_view import WORD_BYTES
@@ -123,7 +123,7 @@ def step(
     host_pages: HostPages,
     tables: PageTables,
     experts: ExpertTables,
-    batch: Batch,
+    batch: PackedBatch,
     last_tokens: Int32[Array, " Q"],
     *,
     spec: ModelSpec,
@@ -133,12 +133,13 @@ def step(
 
     `last_tokens` are the ids sampled last for each slot, which take the place of IN_FLIGHT in the batch.
     """
-    ids = batch.token_ids
-    known = jnp.where(ids == IN_FLIGHT, last_tokens[batch.slots[batch.rows]], ids)
-    batch = batch.replace(token_ids=known)  # type: ignore[attr-defined]
-    out = stack.forward(spec, params, pool, host_pages, tables, experts, batch, decode=decode)
-    logits = stack.logits(spec, params, out.hidden[batch.logit_tokens])
-    slots = jnp.where(batch.context_len > 0, batch.slots, last_tokens.shape[0])
+    fields = batch.unpack()
+    ids = fields.token_ids
+    known = jnp.where(ids == IN_FLIGHT, last_tokens[fields.slots[fields.rows]], ids)
+    fields = fields.replace(token_ids=known)  # type: ignore[attr-defined]
+    out = stack.forward(spec, params, pool, host_pages, tables, experts, fields, decode=decode)
+    logits = stack.logits(spec, params, out.hidden[fields.logit_tokens])
+    slots = jnp.where(fields.context_len > 0, fields.slots, last_tokens.shape[0])
     return out.pool, StepOutputs(logits, out.hidden, out.router_counts, slots)
 
 
@@ -198,7 +199,7 @@ def step_shapes(
     tables = table_shapes(layout, max_num_seqs, max_model_len)
     params: StackParams = param_shapes(spec.config, "float32" if spec.dtype == jnp.float32 else "bfloat16")
     if unrolled:
-        params = unroll_params(params, lambda leaf: [shape(leaf.shape[1:], leaf.dtype)] * len(leaf))
+        params = jax.eval_shape(functools.partial(unroll_params, rows=list), params)
     return (
         params,
         shape((layout.num_huge_pages(pool_bytes), layout.huge_page_bytes // WORD_BYTES), jnp.uint16),
@@ -253,7 +254,7 @@ def table_shapes(
     return shapes
 
 
-def pack(chunks: Sequence[Chunk]) -> tuple[Batch, Bucket]:
+def pack(chunks: Sequence[Chunk]) -> tuple[PackedBatch, Bucket]:
     """Pack chunks into the smallest bucket that holds them. Numpy arrays that nobody else holds."""
     slots, ids, starts = zip(*chunks, strict=True)
     return pack_rows(slots, starts, list(map(len, ids)), list(itertools.chain.from_iterable(ids)))
@@ -261,34 +262,30 @@ def pack(chunks: Sequence[Chunk]) -> tuple[Batch, Bucket]:
 
 def pack_rows(
     slots: Sequence[int], starts: Sequence[int], num_tokens: Sequence[int], token_ids: Sequence[int]
-) -> tuple[Batch, Bucket]:
+) -> tuple[PackedBatch, Bucket]:
     """`pack` of chunks whose fields come apart: of each the slot, the start and the length, and the tokens of all."""
     lengths = np.array(num_tokens, np.int32)
     ends = np.cumsum(lengths, dtype=np.int32)
     firsts, context, rows, tokens = ends - lengths, starts + lengths, len(slots), int(ends[-1])
     bucket = bucket_for(tokens, rows)
-    batch = empty_batch(bucket)
+    packed = empty_batch(bucket)
+    batch: Any = packed.unpack()  # views
     batch.token_ids[:tokens] = token_ids
     batch.positions[:tokens] = np.arange(tokens, dtype=np.int32) + np.repeat(starts - firsts, lengths)
     batch.rows[:tokens] = np.repeat(np.arange(rows, dtype=np.int32), lengths)
     batch.slots[:rows], batch.context_len[:rows] = slots, context
     batch.query_start[:rows], batch.query_start[rows:] = firsts, tokens
     batch.logit_tokens[:] = np.maximum(batch.query_start[1:] - 1, 0)
-    return batch, bucket
+    return packed, bucket
 
 
-def empty_batch(bucket: Bucket) -> Any:
-    """A `Batch` of nothing but padding, in numpy arrays that nobody else holds."""
-    tokens, rows, _ = bucket
-    return Batch(
-        token_ids=np.zeros(tokens, np.int32),  # type: ignore[arg-type]
-        positions=np.zeros(tokens, np.int32),  # type: ignore[arg-type]
-        rows=np.full(tokens, rows - 1, np.int32),  # type: ignore[arg-type]
-        slots=np.zeros(rows, np.int32),  # type: ignore[arg-type]
-        query_start=np.zeros(rows + 1, np.int32),  # type: ignore[arg-type]
-        context_len=np.zeros(rows, np.int32),  # type: ignore[arg-type]
-        logit_tokens=np.zeros(rows, np.int32),  # type: ignore[arg-type]
-    )
+def empty_batch(bucket: Bucket) -> PackedBatch:
+    """A batch of nothing but padding, in a numpy array that nobody else holds."""
+    values: Any = np.zeros(PackedBatch.size(bucket.tokens, bucket.rows), np.int32)
+    batch = PackedBatch(values, bucket.tokens, bucket.rows)
+    fields: Any = batch.unpack()
+    fields.rows[:] = bucket.rows - 1
+    return batch
 
 
 def bucket_for(num_tokens: int, num_rows: int) -> Bucket:
@@ -528,7 +525,7 @@ class ServingLoop:
                 self.params, rows, targets, spec=self.spec, num_logprobs=num_logprobs,
             )  # fmt: skip
 
-    def run(self, packed: tuple[Batch, Bucket], *, loads_ahead: bool = True) -> StepOutputs:
+    def run(self, packed: tuple[PackedBatch, Bucket], *, loads_ahead: bool = True) -> StepOutputs:
         """Run one step. `loads_ahead`: it fills the loading buffers, else it reads in place what they would hold."""
         batch, bucket = packed
         experts = self.experts if loads_ahead else self.experts_in_place

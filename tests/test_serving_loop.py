@@ -12,7 +12,7 @@ from rimuru_jax.host.pool_plan import choose_layout
 from rimuru_jax.models.checkpoint import load_checkpoint
 from rimuru_jax.models.config import ElementBytes
 from rimuru_jax.models.context import ModelSpec
-from rimuru_jax.models.stack import stack_params
+from rimuru_jax.models.stack import stack_params, unroll_params
 from rimuru_jax.sampling import SamplingRow, build_sampling_inputs
 from rimuru_jax.sampling_params import SamplingParams
 from rimuru_jax.serving_loop import (
@@ -32,7 +32,8 @@ LAYERS, EXPERTS, MATRICES = 3, 8, 3
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 50), st.integers(1, 40)), min_size=1, max_size=8))
 def test_pack_keeps_every_chunk(rows):
     chunks = [Chunk(slot, list(range(start, start + count)), start) for slot, start, count in rows]
-    batch, bucket = pack(chunks)
+    packed, bucket = pack(chunks)
+    batch = packed.unpack()
     total = sum(count for *_, count in rows)
     assert bucket.tokens >= total and bucket.rows >= len(rows)
     assert bucket.decode == all(count == 1 for *_, count in rows)
@@ -117,6 +118,17 @@ def test_a_scheduler_of_ones_own(model):
     parts = again.run(pack([Chunk(0, [9], 4)])).logits[0]
     assert np.isfinite(whole).all()
     np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-5)
+
+
+def test_layers_without_a_loop_are_those_of_the_loop(model):
+    loop = make(model)
+    loop.update_tables({"kv": own_tables(loop, 1, kv_start(loop))})
+    looped = loop.run(pack([Chunk(1, [5, 6, 7, 8, 9], 0)])).logits[0]
+    packed, bucket = pack([Chunk(1, [5, 6, 7, 8, 9], 0)])
+    arguments = (loop.pool, loop.host_pages, loop.tables, loop.experts, packed, loop.last_tokens)
+    params = unroll_params(loop.params, list)
+    _, outputs = step(params, *arguments, spec=loop.spec, decode=bucket.decode)
+    np.testing.assert_allclose(outputs.logits[0], looped, rtol=0, atol=1e-5)
 
 
 def test_a_sampled_token_goes_on_without_the_host(model):

@@ -1,5 +1,6 @@
 """What every layer of a step sees: the batch, the tables, and where each kind of state lies in the pool."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -81,6 +82,29 @@ class Batch:
     """Tokens of a row once this step is done; 0 for padding rows."""
     logit_tokens: Int32[Array, " S"]
     """Token of each row whose logits are wanted: its last."""
+
+
+@struct.dataclass
+class PackedBatch:
+    """A `Batch` in one array, field after field: every array that a step is given is sent to the device on its own."""
+
+    values: Int32[Array, " n"]
+    tokens: int = struct.field(pytree_node=False)
+    rows: int = struct.field(pytree_node=False)
+
+    @classmethod
+    def size(cls, tokens: int, rows: int) -> int:
+        """Numbers in a batch of these sizes."""
+        return sum(cls._sizes(tokens, rows))
+
+    @staticmethod
+    def _sizes(tokens: int, rows: int) -> tuple[int, ...]:
+        return tokens, tokens, tokens, rows, rows + 1, rows, rows
+
+    def unpack(self) -> Batch:
+        """The fields; of a numpy array they are views."""
+        ends = list(itertools.accumulate(self._sizes(self.tokens, self.rows)))
+        return Batch(*(self.values[first:end] for first, end in zip([0, *ends], ends, strict=False)))
 
 
 @struct.dataclass
