@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,26 +26,34 @@ from rich.progress import Progress
 
 from rimuru_jax.array_types import RouterCounts
 from rimuru_jax.config import EngineConfig
-from rimuru_jax.controller import HostController, hotset_profile, layout_for, plan_for
+from rimuru_jax.controller import HostController, hotset_profile, plan_for
 from rimuru_jax.host.expert_cache import HOST
 from rimuru_jax.host.hotset import HotsetProfile
-from rimuru_jax.host.page_layout import PageLayout
 from rimuru_jax.host.prefetch import loads_ahead
 from rimuru_jax.host.request import Request
 from rimuru_jax.host.scheduler import StepPlan
-from rimuru_jax.memory_budget import MemoryBudget, measure, reserve_memory
-from rimuru_jax.models.checkpoint import LoadedModel, load_checkpoint
-from rimuru_jax.models.context import ModelSpec, PackedBatch
+from rimuru_jax.models.checkpoint import LoadedModel
+from rimuru_jax.models.context import PackedBatch
 from rimuru_jax.models.default_model import DEFAULT_POOL_BYTES, cache_dir, default_model_path
-from rimuru_jax.models.random_weights import random_model, skewed
+from rimuru_jax.models.random_weights import skewed
 from rimuru_jax.models.registry import parse_config, read_config
 from rimuru_jax.models.stack import stack_params
 from rimuru_jax.outputs import FinishReason, Logprob, RequestOutput
+from rimuru_jax.prompt_logprobs import PromptPart, prompt_parts
 from rimuru_jax.request_state import Completion, Prompt, RequestState, token_logprobs
-from rimuru_jax.sampling import SampledTokens, SamplingFeatures, SamplingInputs, SamplingRow, TokenLogprobs
+from rimuru_jax.sampling import SampledTokens, SamplingFeatures, SamplingInputs, SamplingRow
 from rimuru_jax.sampling_params import SamplingParams
 from rimuru_jax.sampling_table import SamplingTable
 from rimuru_jax.serving_loop import IN_FLIGHT, Bucket, ServingLoop, StepOutputs, buckets, pack_rows
+from rimuru_jax.start_up import (
+    LoadProgress,
+    check_dtype,
+    find_budget,
+    load_model,
+    model_spec,
+    on_gpu,
+    use_compilation_cache,
+)
 from rimuru_jax.step_costs import measure_step_costs
 from rimuru_jax.structured_output import GrammarCompiler
 from rimuru_jax.tokenizer import (
@@ -74,21 +82,6 @@ RECONFIGURABLE = frozenset(
 )
 """Fields of `EngineConfig` that only the host looks at."""
 
-type LoadProgress = Callable[[float, str], None]
-"""Called with the fraction done, 0 to 1, and what is being done."""
-
-
-class _PromptLogprobs(NamedTuple):
-    """Some prompt log-probabilities of one request, still on the device."""
-
-    state: RequestState
-    completion: Completion
-    position: int
-    """Of the first token they are about, in the prompt."""
-    rows: int
-    width: int
-    logprobs: TokenLogprobs
-
 
 class _RunningStep(NamedTuple):
     """A step that the device has been given, and what its delivery needs to know."""
@@ -96,7 +89,7 @@ class _RunningStep(NamedTuple):
     plan: StepPlan
     sampled: SampledTokens
     router_counts: RouterCounts
-    prompt_logprobs: list[_PromptLogprobs]
+    prompt_logprobs: list[PromptPart]
     in_pool: np.ndarray
     """bool[L, E]: experts that the step finds in the pool, loading buffers included."""
     buffered: np.ndarray
@@ -127,7 +120,7 @@ class Engine:
         folder = None
         if isinstance(model, LoadedModel):
             self.model_config = model.config
-            _check_dtype(model, self.config.dtype)
+            check_dtype(model, self.config.dtype)
         elif not isinstance(model, str | Path | None):
             raise ValueError(
                 f"model is a {type(model).__name__}, it must be a folder or a model in memory "
@@ -145,10 +138,10 @@ class Engine:
         self.grammars = GrammarCompiler(
             self.tokenizer, self.tokenizer_folder, self.model_config.vocab_size, self._eos_token_ids
         )
-        _use_compilation_cache()
+        use_compilation_cache()
         fallback = DEFAULT_POOL_BYTES if model is None else None
         report(0.0, "measuring memory")
-        self.memory_budget = self._memory_budget() if fallback is None else None
+        self.memory_budget = find_budget(self.model_config, self.config) if fallback is None else None
         """What the pool's size follows from; None where it is given, and on a CPU."""
         if self.memory_budget is not None:
             fallback = self.memory_budget.pool_bytes
@@ -157,20 +150,20 @@ class Engine:
         profile = hotset_profile(self.model_config, self.config.expert_hotset_path)
         loaded = model
         if folder is not None:
-            loaded = self._load(folder, report)
+            loaded = load_model(folder, self.model_config, self.config, report)
         assert isinstance(loaded, LoadedModel)
         report(1.0, "placing experts")
         given = self.config.compile_ahead
-        self._compiled_ahead = _on_gpu() if given is None else given
+        self._compiled_ahead = on_gpu() if given is None else given
         self.loop = ServingLoop(
-            self._spec(self.plan.layout),
+            model_spec(self.model_config, self.config, self.plan.layout),
             stack_params(self.model_config, loaded.params),
             loaded.host_pages,
             self.plan.layout,
             num_huge_pages=self.plan.num_huge_pages,
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.plan.max_model_len,
-            cache=cache_dir() / "steps" if _on_gpu() else None,
+            cache=cache_dir() / "steps" if on_gpu() else None,
         )
         if self._compiled_ahead:
             shapes = list(buckets(self.config.max_num_batched_tokens, self.config.max_num_seqs))
@@ -182,46 +175,11 @@ class Engine:
         self._unreported: dict[str, RequestState] = {}
         """Requests that ended outside of a step's normal course: the next `step` reports them."""
 
-    def _load(self, folder: Path, report: LoadProgress) -> LoadedModel:
-        config = self.config
-        if config.load_format == "dummy":
-            skew = config.dummy_router_skew
-            return random_model(
-                self.model_config, config.dtype, config.seed, router_skew=skew, progress=report
-            )
-        if folder.is_file():
-            raise ValueError(
-                f'{folder} is a file without weights: give a model folder, or load_format="dummy"'
-            )
-        return load_checkpoint(folder, config.dtype, report, config.verify_checkpoint)
-
-    def _spec(self, layout: PageLayout) -> ModelSpec:
-        config = self.config
-        return ModelSpec.create(self.model_config, layout, config.dtype, config.mamba_ssm_cache_dtype)
-
-    def _memory_budget(self) -> MemoryBudget | None:
-        config, model = self.config, self.model_config
-        reserve_memory(config.gpu_memory_utilization)
-        if config.page_pool_bytes is not None or not _on_gpu():
-            return None
-        layout = layout_for(model, config)
-        budget = measure(
-            model,
-            self._spec(layout),
-            layout,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len or model.max_position_embeddings,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        )
-        logger.info("memory of the device:\n%s", budget.describe())
-        return budget
-
     def _take_control(self, profile: HotsetProfile) -> None:
         """Give the loop's pool to a controller for the present arguments, and place experts in it."""
         config, plan = self.config, self.plan
         costs, weighs = None, config.memory_policy == "elastic" and config.adjuster_policy == "throughput"
-        if weighs and self._compiled_ahead and _on_gpu():
+        if weighs and self._compiled_ahead and on_gpu():
             costs = measure_step_costs(self.loop, config, plan, profile.token_chances())
         host = HostController.build(self.model_config, config, plan, profile)
         self.allocator, self._page_tables, self.experts = host.allocator, host.page_tables, host.experts
@@ -442,7 +400,7 @@ class Engine:
             plan=plan,
             sampled=self.loop.sample(outputs, inputs, features),
             router_counts=outputs.router_counts,
-            prompt_logprobs=list(self._start_prompt_logprobs(plan, outputs)),
+            prompt_logprobs=list(prompt_parts(self.loop, plan, outputs, self._completions)),
             in_pool=in_pool,
             buffered=buffered,
         )
@@ -478,7 +436,8 @@ class Engine:
     def _deliver(self, step: "_RunningStep", changed: dict[str, RequestState]) -> None:
         """Wait for a step, and give its tokens to the requests."""
         sampled: SampledTokens = jax.device_get(step.sampled)
-        self._deliver_prompt_logprobs(step)
+        for part in step.prompt_logprobs:
+            part.deliver(self.tokenizer)
         chunks = step.plan.chunks
         self._count_experts(step, step.plan.num_tokens, len(chunks))
 
@@ -517,32 +476,6 @@ class Engine:
         self.metrics.add("expert_buffer_hits", buffer_hits)
         self.metrics.add("expert_host_reads", touched - hits)
         self.metrics.add("expert_pages_loaded", loaded * self.experts.matrices)
-
-    def _start_prompt_logprobs(self, plan: StepPlan, outputs: StepOutputs) -> Iterator["_PromptLogprobs"]:
-        """The prompt log-probabilities that a step's hidden states give, part by part."""
-        first = plan.num_decodes  # of these no prompt is left
-        for chunk in plan.chunks[plan.num_decodes :]:
-            first, here = first + chunk.num_tokens, first
-            if chunk.request not in self._completions:
-                continue
-            state, completion = self._completions[chunk.request]
-            targets = state.prompt_token_ids[chunk.start + 1 : chunk.start + chunk.num_tokens + 1]
-            if state.prompt_logprobs is not None and completion.index == 0 and targets:
-                width = min(completion.params.prompt_logprobs or 0, self.model_config.vocab_size)
-                position = chunk.start + 1
-                for count, part in self.loop.prompt_logprobs(outputs.hidden, here, targets, width):
-                    yield _PromptLogprobs(state, completion, position, count, width, part)
-                    position += count
-
-    def _deliver_prompt_logprobs(self, step: "_RunningStep") -> None:
-        for state, completion, position, rows, width, logprobs in step.prompt_logprobs:
-            entries, prompt = state.prompt_logprobs, state.prompt_token_ids
-            assert entries is not None
-            tokenizer = self.tokenizer if completion.params.detokenize else None
-            part = jax.device_get(logprobs)
-            for row in range(rows):
-                token = prompt[position + row]
-                entries[position + row] = token_logprobs(row, token, part, width, tokenizer)
 
     def _end(self, completion: Completion, reason: FinishReason) -> None:
         completion.close()
@@ -645,31 +578,12 @@ class Engine:
         return self.metrics.snapshot()
 
 
-def _on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
-
-
 def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
     known = EngineConfig.__dataclass_fields__
     unknown = sorted(set(arguments) - set(known))
     if unknown:
         raise ValueError(f"unknown engine arguments {', '.join(unknown)}; there are {', '.join(known)}")
     return EngineConfig(**arguments)
-
-
-def _check_dtype(model: LoadedModel, dtype: str) -> None:
-    if not all(model.params["layers"]):
-        raise ValueError("this model in memory was given to an engine before; make it anew")
-    if (given := model.params["embedding"].dtype) != dtype:
-        raise ValueError(
-            f"the model in memory has weights in {given}, but dtype is {dtype}; set it to {given}"
-        )
-
-
-def _use_compilation_cache() -> None:
-    """Keep compiled steps between runs, unless the user has chosen a place already."""
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
 
 
 def _prompt_list(prompts: Any) -> list[Prompt]:

@@ -26,7 +26,7 @@ LAYERS = (
         "memory_budget",
         "step_costs",
     ),
-    ("request_state", "controller"),
+    ("request_state", "prompt_logprobs", "controller", "start_up"),
     ("engine",),
     ("server", "bench"),
     ("experiments",),
