@@ -1,6 +1,6 @@
 """Causal convolution of all tokens as if they were one row without a state, in Mosaic GPU, bound by memory.
 
-    block = (512 channels, 64 tokens)     one warpgroup; a thread has 4 neighbouring channels and goes from token to token
+    block = (512 channels, 128 tokens)    one warpgroup; a thread has 4 neighbouring channels and goes from token to token
     group = 8 tokens                      their loads come first, so that as many are under way from each thread
     registers                             taps, bias and the `kernel - 1` inputs before the token, in float32
 
@@ -22,7 +22,7 @@ CHANNELS = (4, 2, 1)
 """Of a thread, the first of these that fits. More are wider accesses, but fewer warps: a channel takes some 20 registers."""
 GROUP = 8
 """Tokens whose loads are under way together."""
-MOST_GROUPS = 8
+MOST_GROUPS = 16
 """Of a block."""
 FEW_BLOCKS = 264
 """Two for each multiprocessor of an H200: with fewer, blocks are cut, lest few of them take long."""
