@@ -120,7 +120,7 @@ class Load:
         ids = rng.integers(0, engine.model_config.vocab_size, prompt).tolist()
         engine.add_request(name, ids, SamplingParams(**chosen))
         if rng.random() < ABORTED:
-            self._aborts[name] = number + int(rng.integers(0, 2 * limit))
+            self._aborts[name] = number + int(rng.integers(0, limit))
 
 
 def grown(before: Memory, after: Memory, steps: int, most_mib: float) -> list[str]:
