@@ -320,7 +320,7 @@ class _TextStream:
             undecided = min(undecided, self._MAX_WAITING)  # broken UTF-8: the older part stays U+FFFD
         piece = text[self._sent : len(text) - undecided]
         self._sent += len(piece)
-        if not undecided:
+        if piece and not undecided:  # ids without text leave a later first token its context
             self._window = self._window[self._previous :]
             self._previous = len(self._window)
             self._sent = len(self._decode(self._window))
@@ -340,8 +340,12 @@ class _TextStream:
         if not ids or "\ufffd" in text:
             return "".join([self.push(i) for i in ids])
         piece = text[self._sent :]
-        self._previous = 1  # ids of the last piece: one, or those of the bytes of one character
-        while (text := self._decode(window[-self._previous :])).startswith("\ufffd"):
+        self._previous = (
+            1  # ids of the last piece: one, or those of the bytes of one character, and any without text
+        )
+        while (text := self._decode(window[-self._previous :])).startswith("\ufffd") or not text:
+            if self._previous == len(window):
+                break
             self._previous += 1
         self._window, self._sent = window[-self._previous :], len(text)
         return piece

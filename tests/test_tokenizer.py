@@ -446,6 +446,12 @@ def test_the_prompt_keeps_the_first_space() -> None:
     assert pieces_of(IncrementalDetokenizer(BYTE_FALLBACK, prompt_token_ids=prompt), ids) == [" the", ""]
 
 
+def test_ids_without_text_do_not_take_the_space_of_the_next() -> None:
+    word, nothing = token_id_of(BYTE_FALLBACK, "▁the"), BYTE_FALLBACK.vocab_size + 1
+    pieces = pieces_of(IncrementalDetokenizer(BYTE_FALLBACK), [word, nothing, word])
+    assert "".join(pieces) == BYTE_FALLBACK.decode([word, nothing, word]) == "the the"
+
+
 class CountingTokenizer(Tokenizer):
     """Notes how many ids each decode looks at."""
 
