@@ -20,8 +20,8 @@ from typing import Any
 import jax
 
 from rimuru_jax import Engine, SamplingParams
+from rimuru_jax.bench.in_process import random_requests, run_requests
 from rimuru_jax.bench.workload import trace_lengths
-from rimuru_jax.cli.bench_offline import random_requests, run_requests
 from rimuru_jax.cuda_driver import cuda_driver
 
 POLICIES: dict[str, dict[str, Any]] = {

@@ -1,7 +1,6 @@
 """`rimuru bench latency` and `throughput`: how fast an engine of this process is, in vLLM's arguments and results."""
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
+from rimuru_jax.bench.in_process import random_requests, run_requests
 from rimuru_jax.cli.console import note, progress
 from rimuru_jax.cli.options import Model, engine_options, with_options
 from rimuru_jax.cli.prompts import load_engine
-from rimuru_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from rimuru_jax.engine import Engine
@@ -123,36 +122,6 @@ def read_lengths(path: Path, count: int) -> list[tuple[int, int]]:
     if len(requests) < count:
         raise ValueError(f"{path} has {len(requests)} requests, but num_prompts is {count}")
     return [(request.prompt_tokens, request.output_tokens) for request in requests]
-
-
-def random_requests(
-    engine: "Engine", lengths: Sequence[tuple[int, int]], seed: int = 0
-) -> list[tuple[list[int], SamplingParams]]:
-    """A prompt of random tokens of each length, and greedy parameters that end at the length."""
-    rng = np.random.default_rng(seed)
-    return [
-        (
-            rng.integers(0, engine.model_config.vocab_size, prompt).tolist(),
-            SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False),
-        )
-        for prompt, output in lengths
-    ]
-
-
-def run_requests(
-    engine: "Engine", requests: Sequence[tuple[list[int], SamplingParams]]
-) -> tuple[float, list[float]]:
-    """Serve requests that are all there at once; returns seconds in all and of every step."""
-    for index, (prompt, params) in enumerate(requests):
-        engine.add_request(f"bench-{index}", prompt, params)
-    begin = last = time.perf_counter()
-    steps = []
-    while engine.has_unfinished_requests():
-        engine.step()
-        now = time.perf_counter()
-        steps.append(now - last)
-        last = now
-    return last - begin, steps
 
 
 def _check_positive(**values: int) -> None:

@@ -52,7 +52,7 @@ def simulate(
     """Run the scheduler, the allocator and the adjuster against a model of a card. Reads config.json only."""
     from rimuru_jax.bench import report, workload
     from rimuru_jax.config import EngineConfig
-    from rimuru_jax.experiments import simulator
+    from rimuru_jax.experiments import results, simulator
     from rimuru_jax.experiments.cards import CARDS
     from rimuru_jax.models.registry import parse_config, read_config
 
@@ -81,7 +81,7 @@ def simulate(
             bare = [dataclasses.replace(r, arrival=None) for r in requests]
             times = workload.arrivals(bare, request_rate, 1.0, config.seed)
     arrivals = [
-        simulator.Arrival(time, request.prompt_tokens, request.output_tokens)
+        results.Arrival(time, request.prompt_tokens, request.output_tokens)
         for time, request in zip(times, requests, strict=True)
     ]
     shares = simulator.popularity(described, simulator.ROUTING[routing], config.seed)

@@ -15,7 +15,7 @@ import numpy as np
 
 from rimuru_jax.experiments import study
 from rimuru_jax.experiments.pictures import Panel, curves
-from rimuru_jax.experiments.simulator import Arrival
+from rimuru_jax.experiments.results import Arrival
 from rimuru_jax.experiments.study import Case, Outcome
 
 STREAM = Arrival(0.0, 512, 128)

@@ -21,7 +21,8 @@ import numpy as np
 from rimuru_jax.controller import fingerprint
 from rimuru_jax.experiments import study
 from rimuru_jax.experiments.pictures import grids
-from rimuru_jax.experiments.simulator import Arrival, SimulationResult, matched_profile
+from rimuru_jax.experiments.results import Arrival, RunResult
+from rimuru_jax.experiments.simulator import matched_profile
 from rimuru_jax.experiments.study import Case
 from rimuru_jax.host.hotset import HotsetProfile
 from rimuru_jax.models.config import ModelConfig
@@ -56,7 +57,7 @@ def routing_by_domain(model: ModelConfig) -> dict[str, np.ndarray]:
     return routing
 
 
-def bytes_and_time(result: SimulationResult) -> tuple[float, float]:
+def bytes_and_time(result: RunResult) -> tuple[float, float]:
     """MiB fetched from the host per generated token, and ms per token of a stream, prompts aside."""
     tokens = sum(request.output_tokens - 1 for request in result.requests)
     started = max(request.start + request.ttft for request in result.requests)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rimuru_jax.bench.report import milliseconds
-from rimuru_jax.experiments.simulator import SimulationResult
+from rimuru_jax.experiments.results import RunResult
 
 COLOURS = {
     "expert": "#4c72b0",
@@ -60,7 +60,7 @@ def _save(figure: Any, path: Path) -> None:
     _pyplot().close(figure)
 
 
-def pool_over_time(results: Mapping[str, SimulationResult], path: Path, title: str) -> None:
+def pool_over_time(results: Mapping[str, RunResult], path: Path, title: str) -> None:
     """Per run: what the pool holds, stacked; experts that move; requests that arrive, run and wait."""
     pyplot = _pyplot()
     moving = [any(np.diff(result.timeline.resident_experts)) for result in results.values()]
@@ -102,7 +102,7 @@ def pool_over_time(results: Mapping[str, SimulationResult], path: Path, title: s
     _save(figure, path)
 
 
-def _draw_pool(pool: Any, result: SimulationResult) -> None:
+def _draw_pool(pool: Any, result: RunResult) -> None:
     timeline = result.timeline
     ends = np.asarray(timeline.seconds)
     steps = np.unique(np.minimum(np.searchsorted(ends, np.linspace(0, ends[-1], POINTS)), len(ends) - 1))
@@ -125,7 +125,7 @@ def _draw_pool(pool: Any, result: SimulationResult) -> None:
         percent.set_ylabel("% of all experts", fontsize=8)
 
 
-def _draw_moves(axis: Any, result: SimulationResult, edges: np.ndarray) -> None:
+def _draw_moves(axis: Any, result: RunResult, edges: np.ndarray) -> None:
     """Experts given up and taken back in each interval."""
     change = np.diff(np.asarray(result.timeline.resident_experts, float), prepend=np.nan)
     ends, width = np.asarray(result.timeline.seconds), edges[1] - edges[0]
@@ -137,7 +137,7 @@ def _draw_moves(axis: Any, result: SimulationResult, edges: np.ndarray) -> None:
     axis.set_ylabel("experts\nmoved", fontsize=8)
 
 
-def _draw_requests(axis: Any, result: SimulationResult, edges: np.ndarray) -> None:
+def _draw_requests(axis: Any, result: RunResult, edges: np.ndarray) -> None:
     timeline = result.timeline
     ends = np.asarray(timeline.seconds)
     came, _ = np.histogram([request.start for request in result.requests], edges)
@@ -152,7 +152,7 @@ def _draw_requests(axis: Any, result: SimulationResult, edges: np.ndarray) -> No
     axis.set_ylabel("requests")
 
 
-def latencies(results: Mapping[str, SimulationResult], path: Path, title: str) -> None:
+def latencies(results: Mapping[str, RunResult], path: Path, title: str) -> None:
     """How many requests waited how long for their first token, and for each further one."""
     shares = np.concatenate([np.linspace(0, 99, 100), np.linspace(99.1, 99.9, 9)])
     panels = []

@@ -4,9 +4,7 @@ Steps take the time that the cost model gives them, and requests end after as ma
 run shows what would be admitted, preempted and moved on any card, without one.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from rimuru_jax.controller import (
 )
 from rimuru_jax.experiments.cards import Card
 from rimuru_jax.experiments.cost import CostModel, Work
+from rimuru_jax.experiments.results import Arrival, RunResult, Timeline, used_bytes
 from rimuru_jax.host.allocator import PageAllocator
 from rimuru_jax.host.hotset import HotsetProfile
 from rimuru_jax.host.page_layout import EXPERT
@@ -39,73 +38,6 @@ ROUTING = {"uniform": 0.0, "early_layer": 0.5, "typical": 0.8, "steep": 1.2}
 
 WARM_UP_CONTEXT = 512
 """Tokens of the contexts that steps are measured with."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request of a trace."""
-
-    seconds: float
-    prompt_tokens: int
-    output_tokens: int
-
-
-@dataclass(slots=True)
-class Timeline:
-    """One entry per step."""
-
-    seconds: list[float] = field(default_factory=list)
-    """When the step ended."""
-    running: list[int] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
-    resident_experts: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    host_bytes: list[float] = field(default_factory=list)
-    """Fetched from host memory in the step."""
-    pool_bytes: dict[str, list[int]] = field(default_factory=dict)
-    """In use by each kind of page, "free" for the rest."""
-
-    def thinned(self, entries: int) -> dict[str, Any]:
-        """As lists, with at most so many entries."""
-        steps = np.unique(np.linspace(0, len(self.seconds) - 1, entries).astype(int)).tolist()
-
-        def chosen(values: Any) -> Any:
-            if isinstance(values, dict):
-                return {name: chosen(column) for name, column in values.items()}
-            return [values[step] for step in steps]
-
-        return {name: chosen(column) for name, column in dataclasses.asdict(self).items()}
-
-
-@dataclass(slots=True)
-class SimulationResult:
-    requests: list[BenchResult]
-    timeline: Timeline
-    counters: dict[str, int | float]
-    experts: int
-    """Of all layers."""
-
-    @property
-    def seconds(self) -> float:
-        return self.timeline.seconds[-1] if self.timeline.seconds else 0.0
-
-    @property
-    def steps(self) -> int:
-        return len(self.timeline.seconds)
-
-    @property
-    def peak_running(self) -> int:
-        return max(self.timeline.running, default=0)
-
-    def to_json(self, listed_steps: int | None = None) -> dict[str, Any]:
-        """Of the timeline at most `listed_steps` entries, evenly chosen."""
-        return {
-            "seconds": self.seconds,
-            "steps": self.steps,
-            "peak_running": self.peak_running,
-            "counters": self.counters,
-            "timeline": self.timeline.thinned(listed_steps or self.steps),
-        }
 
 
 def popularity(model: ModelConfig, exponent: float, seed: int = 0) -> np.ndarray:
@@ -173,7 +105,7 @@ class Simulation:
         *,
         until: float = float("inf"),
         progress: Callable[[int], None] = lambda finished: None,
-    ) -> SimulationResult:
+    ) -> RunResult:
         """Serve requests in the order of their arrival, to the end or for `until` seconds.
 
         Requests that could never be served have an error; those that are not done have latency 0.
@@ -211,7 +143,7 @@ class Simulation:
                     finished += 1
             self._record(timeline, now, plan.num_tokens, fetched)
             progress(finished)
-        return SimulationResult(results, timeline, dict(self.metrics.counters), self._experts.num_experts)
+        return RunResult(results, timeline, dict(self.metrics.counters), self._experts.num_experts)
 
     def _measure(self, max_num_seqs: int, chances: np.ndarray) -> StepCosts:
         """What an engine measures when it warms up: decodes with the same number of experts away from every layer, those
@@ -276,19 +208,8 @@ class Simulation:
         timeline.waiting.append(int(self.metrics.gauges["num_requests_waiting"]))
         timeline.resident_experts.append(self._experts.resident_experts)
         timeline.host_bytes.append(fetched)
-        for kind, used in self._used().items():
+        for kind, used in used_bytes(self.plan, self._allocator).items():
             timeline.pool_bytes.setdefault(kind, []).append(used)
-
-    def _used(self) -> dict[str, int]:
-        layout, ledger = self.plan.layout, self._allocator.ledger()
-        used = {}
-        for placed in layout.kinds:
-            counts, unit = ledger.kinds[placed.kind.name], placed.stride_bytes * placed.kind.run
-            used[placed.kind.name] = counts.used * unit
-            if placed.kind.name == EXPERT:
-                used["loading buffers"] = counts.pinned * unit
-        used["free"] = (self.plan.num_huge_pages - 1) * layout.huge_page_bytes - sum(used.values())
-        return used
 
 
 def pool_for(model: ModelConfig, config: EngineConfig, device_bytes: int) -> int:

@@ -14,15 +14,8 @@ from rimuru_jax.bench.report import summary
 from rimuru_jax.bench.workload import trace_lengths
 from rimuru_jax.config import EngineConfig
 from rimuru_jax.experiments.cards import CARDS, Card
-from rimuru_jax.experiments.simulator import (
-    ROUTING,
-    Arrival,
-    Simulation,
-    SimulationResult,
-    matched_profile,
-    pool_for,
-    popularity,
-)
+from rimuru_jax.experiments.results import Arrival, RunResult
+from rimuru_jax.experiments.simulator import ROUTING, Simulation, matched_profile, pool_for, popularity
 from rimuru_jax.host.hotset import HotsetProfile
 from rimuru_jax.models.config import ModelConfig
 from rimuru_jax.models.registry import parse_config, read_config
@@ -36,7 +29,7 @@ LIMITS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
 LISTED_STEPS = 1000
 """Steps whose state is written as JSON, at most."""
 
-type Outcome = SimulationResult | str
+type Outcome = RunResult | str
 """Of one run; or why it cannot be."""
 
 
@@ -75,7 +68,7 @@ class Case:
             return str(error)
 
 
-def figures(result: SimulationResult) -> dict[str, float]:
+def figures(result: RunResult) -> dict[str, float]:
     """What a run is judged by."""
     found = summary(
         result.requests, result.seconds, metrics=["ttft", "tpot", "e2el"], percentiles=[50, 99], goodput={}
@@ -219,8 +212,8 @@ def runs_to_json(outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
     }
 
 
-def results_only(outcomes: Mapping[str, Outcome]) -> dict[str, SimulationResult]:
-    return {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, SimulationResult)}
+def results_only(outcomes: Mapping[str, Outcome]) -> dict[str, RunResult]:
+    return {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, RunResult)}
 
 
 def command(parser: argparse.ArgumentParser, study: Callable[[argparse.Namespace], None]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from rimuru_jax.experiments import study
 from rimuru_jax.experiments.eol_sweep import elastic, limits
 from rimuru_jax.experiments.pictures import Panel, curves, latencies, pool_over_time
-from rimuru_jax.experiments.simulator import Arrival, SimulationResult
+from rimuru_jax.experiments.results import Arrival, RunResult
 from rimuru_jax.experiments.study import Case
 
 MAX_MODEL_LEN = 16384
@@ -34,17 +34,17 @@ def steady(arrivals: Sequence[Arrival], seed: int = 0) -> list[Arrival]:
     ]
 
 
-def cuts(case: Case, arrivals: Sequence[Arrival], tried: Sequence[int]) -> dict[int, SimulationResult]:
+def cuts(case: Case, arrivals: Sequence[Arrival], tried: Sequence[int]) -> dict[int, RunResult]:
     """What each fixed limit makes of these requests, as far as it serves all of them."""
     runs = {limit: case.run(arrivals, memory_policy="fixed", expert_offload_limit=limit) for limit in tried}
     return {
         limit: run
         for limit, run in runs.items()
-        if isinstance(run, SimulationResult) and not any(request.error for request in run.requests)
+        if isinstance(run, RunResult) and not any(request.error for request in run.requests)
     }
 
 
-def best(runs: Mapping[int, SimulationResult], figure: str) -> int:
+def best(runs: Mapping[int, RunResult], figure: str) -> int:
     """The limit with the lowest figure. Raises ValueError when there are none."""
     if not runs:
         raise ValueError("no fixed limit serves all requests: give it more memory or a smaller max_model_len")
@@ -89,9 +89,9 @@ def replay(args: argparse.Namespace) -> None:
 
 
 def _panels(
-    even: Mapping[int, SimulationResult],
-    bursty: Mapping[int, SimulationResult],
-    moving: Mapping[str, SimulationResult],
+    even: Mapping[int, RunResult],
+    bursty: Mapping[int, RunResult],
+    moving: Mapping[str, RunResult],
 ) -> list[Panel]:
     panels = []
     for label, key, runs in (

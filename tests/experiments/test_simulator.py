@@ -11,7 +11,8 @@ import pytest
 from rimuru_jax.cli import main
 from rimuru_jax.config import EngineConfig
 from rimuru_jax.experiments.cards import CARDS
-from rimuru_jax.experiments.simulator import Arrival, Simulation, matched_profile, popularity
+from rimuru_jax.experiments.results import Arrival
+from rimuru_jax.experiments.simulator import Simulation, matched_profile, popularity
 from rimuru_jax.models.registry import parse_config
 
 CONFIG = Path(__file__).parents[1] / "data" / "configs" / "Qwen1.5-MoE-A2.7B.json"

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rimuru_jax.experiments import eol_sweep, hotset_transfer, samples, study, trace_replay
-from rimuru_jax.experiments.simulator import Arrival, matched_profile, popularity
+from rimuru_jax.experiments.results import Arrival
+from rimuru_jax.experiments.simulator import matched_profile, popularity
 from rimuru_jax.experiments.split_pool import SplitAllocator, even_split
 
 GIB = 2**30
