@@ -24,10 +24,14 @@ GAIN = 0.01
 
 def launches(tile: int, matrices: int, width: int, contracted: int) -> Iterator[Launch]:
     """Every launch of this tile that fits."""
-    weights_first = tile < mosaic_gpu.TILES[-1]
+    weights_first = tile < mosaic_gpu.TOKENS_FIRST
     for block in (64, 128, 256):
         warpgroups = block // 64 if weights_first else tile // 64
-        too_wide = warpgroups > 2 if weights_first else matrices * block > mosaic_gpu.WGMMA_COLUMNS
+        too_wide = (
+            warpgroups > 2
+            if weights_first
+            else matrices * block * tile > mosaic_gpu.WGMMA_COLUMNS * mosaic_gpu.TOKENS_FIRST
+        )
         if width % block or too_wide:
             continue
         for depth in (64, 128, 256):

@@ -1,6 +1,7 @@
 """What an engine does before there is one: its model's weights, and the memory that is left for the pool."""
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import jax
 
 from rimuru_jax.config import EngineConfig
 from rimuru_jax.controller import layout_for
-from rimuru_jax.host.page_layout import PageLayout
+from rimuru_jax.cuda_driver import cuda_driver
+from rimuru_jax.host.page_layout import EXPERT, PageLayout
 from rimuru_jax.memory_budget import MemoryBudget, measure, reserve_memory
 from rimuru_jax.models.checkpoint import LoadedModel, load_checkpoint
 from rimuru_jax.models.config import ModelConfig
@@ -53,7 +55,23 @@ def check_dtype(model: LoadedModel, dtype: str) -> None:
 
 
 def model_spec(model: ModelConfig, config: EngineConfig, layout: PageLayout) -> ModelSpec:
-    return ModelSpec.create(model, layout, config.dtype, config.mamba_ssm_cache_dtype)
+    expert_bytes = (
+        len(model.moe_layers) * model.moe.num_experts * model.moe.matrices * layout[EXPERT].stride_bytes
+    )
+    recurrent = config.mamba_ssm_cache_dtype
+    return ModelSpec.create(
+        model, layout, config.dtype, recurrent, experts_on_host=expert_bytes > _device_bytes(config)
+    )
+
+
+def _device_bytes(config: EngineConfig) -> float:
+    """More than the pool will have."""
+    if config.page_pool_bytes is not None:
+        return config.page_pool_bytes
+    if not on_gpu():
+        return math.inf
+    total = cuda_driver(jax.devices()[0].local_hardware_id).total_memory()
+    return total * config.gpu_memory_utilization
 
 
 def find_budget(model: ModelConfig, config: EngineConfig) -> MemoryBudget | None:

@@ -15,9 +15,7 @@ from rimuru_jax.experiments.cards import Card
 from rimuru_jax.models.config import Attention, ElementBytes, ModelConfig
 from rimuru_jax.models.registry import tensor_names
 from rimuru_jax.models.weights import resident_sources
-
-TILE_TOKENS = 128
-"""Tokens for which the experts' kernel reads a weight once, at most."""
+from rimuru_jax.pallas.paged_moe.mosaic_gpu import token_tile
 
 
 class Work(NamedTuple):
@@ -42,6 +40,7 @@ class CostModel:
         popularity: float64[L, E], share of a layer's (token, choice) pairs that each expert gets; rows sum to 1.
         fused: whether the experts' kernel finds weights wherever they lie and fetches while it computes. If not, the
             weights that a layer needs are first copied side by side, from pool and host, and then multiplied.
+        experts_on_host: as in `ModelSpec`.
     """
 
     def __init__(
@@ -52,8 +51,10 @@ class CostModel:
         popularity: np.ndarray,
         *,
         fused: bool = True,
+        experts_on_host: bool = False,
     ) -> None:
         self.model, self.card, self._size, self._fused = model, card, size, fused
+        self._experts_on_host = experts_on_host
         moe = model.moe
         self.expert_bytes = moe.matrices * moe.intermediate_size * model.hidden_size * size.weight
         # A token takes each expert at most once, so that no expert gets more than one of its choices.
@@ -100,7 +101,10 @@ class CostModel:
             seconds = float(np.sum(other + experts + host + 2 * gathered / card.memory_rate))
             return StepTime(seconds, float(host.sum()), float(host_bytes.sum()))
         in_place = np.where(resident | loaded, 0.0, touched)
-        reads = np.maximum(1.0, self._chance * tokens / TILE_TOKENS)
+        pairs, experts_of_layer = tokens * model.moe.num_experts_per_tok, model.moe.num_experts
+        # What is read in place is read for every tile of tokens.
+        tile = token_tile(pairs, experts_of_layer, from_host=self._experts_on_host)
+        reads = np.maximum(1.0, self._chance * tokens / tile)
         host_bytes = self.expert_bytes * (loaded.sum(axis=1) + (in_place * reads).sum(axis=1))
         host = host_bytes / card.host_rate
         # The copies of a layer run while the layer before computes its experts.

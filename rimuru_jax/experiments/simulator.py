@@ -84,7 +84,10 @@ class Simulation:
             raise ValueError("a simulation needs page_pool_bytes: no device says how much memory there is")
         self.plan = plan_for(model, config)
         self._config, self._card = config, card
-        self._cost = CostModel(model, element_bytes(config), card, shares, fused=fused)
+        on_host = self.plan.expert_pages * self.plan.page_bytes > config.page_pool_bytes
+        self._cost = CostModel(
+            model, element_bytes(config), card, shares, fused=fused, experts_on_host=on_host
+        )
         self._rng = np.random.default_rng(0)
         profile = profile or hotset_profile(model, config.expert_hotset_path)
         host = HostController.build(

@@ -29,10 +29,18 @@ class ModelSpec:
     """For each kind of sequence state: a page of one layer, and how many layers share a page of the tables."""
     dtype: Any = struct.field(pytree_node=False)
     """Activations and stored weights."""
+    experts_on_host: bool = struct.field(pytree_node=False, default=False)
+    """The device cannot hold all experts: whatever moves, steps read many in place."""
 
     @classmethod
     def create(
-        cls, config: ModelConfig, layout: PageLayout, dtype: Any, recurrent_dtype: Any = "float32"
+        cls,
+        config: ModelConfig,
+        layout: PageLayout,
+        dtype: Any,
+        recurrent_dtype: Any = "float32",
+        *,
+        experts_on_host: bool = False,
     ) -> "ModelSpec":
         dtype, recurrent = jnp.dtype(dtype), jnp.dtype(recurrent_dtype)
         views = []
@@ -55,6 +63,7 @@ class ModelSpec:
             ),
             state_views=tuple(views),
             dtype=dtype,
+            experts_on_host=experts_on_host,
         )
 
     def state_view(self, kind: str) -> tuple[MemoryView, int]:

@@ -32,7 +32,13 @@ def moe(
         step.valid,
         layer.num_experts_per_tok,
         scoring,
-        tile=token_tile(pairs, layer.num_experts, step.spec.expert_view, layer.matrices),
+        tile=token_tile(
+            pairs,
+            layer.num_experts,
+            step.spec.expert_view,
+            layer.matrices,
+            from_host=step.spec.experts_on_host,
+        ),
         selection_bias=params.get("selection_bias"),
     )
     biases = None

@@ -151,9 +151,11 @@ def routing(tokens: int, experts: int, top_k: int, groups: int = 1) -> Case:
     )
 
 
-def moe_layer(x, mix, chosen, valid, pool, host_pages, tables, layer, loads, *, view: MemoryView):
+def moe_layer(
+    x, mix, chosen, valid, pool, host_pages, tables, layer, loads, *, view: MemoryView, from_host=False
+):
     experts = tables.shape[1]
-    tile = moe.token_tile(chosen.size, experts)
+    tile = moe.token_tile(chosen.size, experts, from_host=from_host)
     routing = group_tokens(chosen, valid, experts, tile=tile)
     return moe.paged_moe(
         x,
@@ -181,9 +183,9 @@ def moe_shapes(tokens: int) -> Shapes:
     }
 
 
-def paged_moe(tokens: int) -> Case:
+def paged_moe(tokens: int, *, from_host: bool = False) -> Case:
     return Case(
-        operator=functools.partial(moe_layer, view=EXPERT),
+        operator=functools.partial(moe_layer, view=EXPERT, from_host=from_host),
         arguments={**moe_shapes(tokens), "layer": ((), jnp.int32), "loads": LOADS},
         kernels=2,
         temporaries=1 + tokens * 8 * (2 * 2048 + 768) * 2 * 4 // 10**6,
@@ -287,6 +289,7 @@ CASES = {
     "moe_routing, 8192 tokens": routing(8192, 512, 10),
     "paged_moe, 64 tokens": paged_moe(64),
     "paged_moe, 8192 tokens": paged_moe(8192),
+    "paged_moe, 8192 tokens, experts on the host": paged_moe(8192, from_host=True),
     "gated_delta_rule, 64 decodes": gated_delta_rule(64, 64),
     "gated_delta_rule, 4 prefills": gated_delta_rule(8192, 4),
     "selective_scan, 64 decodes": selective_scan(64, 64),

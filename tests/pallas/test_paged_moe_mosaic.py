@@ -194,6 +194,18 @@ def test_experts_of_several_tiles():
     assert np.linalg.norm(got - wanted) <= TOLERANCE * np.linalg.norm(wanted)
 
 
+def test_the_largest_tile_gives_the_same_bits():
+    """A tile of which one part has no token, against two."""
+    experts = Experts.random("bfloat16", experts=2, f=64, d=128)
+    x, mix, chosen = tokens(280, 2, 1, 128)
+    assert 128 < np.bincount(chosen.ravel()).max() <= 192
+    run = functools.partial(interpret, experts, x, mix, chosen, all_valid(280))
+    large = run(256, config(False, 64, 4))
+    np.testing.assert_array_equal(large, run(128, config(False, 64, 2)))
+    wanted = experts.loop(x, mix, chosen)
+    assert np.linalg.norm(large.astype(np.float64) - wanted) <= TOLERANCE * np.linalg.norm(wanted)
+
+
 @forms
 def test_padding_tokens_and_foreign_pages_change_nothing(tile, sizes):
     """Padding tokens of NaN with NaN weights, and a pool of NaN wherever no chosen expert lies."""
@@ -293,14 +305,10 @@ def test_every_shape_has_a_configuration(tile, f, d):
 
 
 def test_tiles_hold_the_tokens_of_most_experts():
-    assert [mosaic_gpu.token_tile(pairs, 16) for pairs in (1, 64, 65, 160, 1024, 1 << 20)] == [
-        8,
-        8,
-        8,
-        32,
-        128,
-        128,
-    ]
+    pairs = (1, 64, 65, 160, 1024, 16 * 96, 16 * 97, 1 << 20)
+    assert [mosaic_gpu.token_tile(n, 16) for n in pairs] == [8, 8, 8, 32, 128, 128, 128, 128]
+    # Once a second tile would be read from the host for many experts, tiles are larger.
+    assert [mosaic_gpu.token_tile(n, 16, from_host=True) for n in pairs] == [8, 8, 8, 32, 128, 128, 256, 256]
 
 
 @pytest.mark.parametrize("count", [1, 256, 8192])

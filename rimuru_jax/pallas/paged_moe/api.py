@@ -14,12 +14,18 @@ from rimuru_jax.pallas.paged_moe.tuning import ExpertShape, tuned
 AVAILABLE = ("reference", "mosaic_gpu")
 
 
-def token_tile(pairs: int, num_experts: int, view: MemoryView, matrices: int) -> int:
-    """Rows of a tile that suit the implementation this device has, for (token, expert) pairs: a power of two."""
+def token_tile(
+    pairs: int, num_experts: int, view: MemoryView, matrices: int, *, from_host: bool = False
+) -> int:
+    """Rows of a tile that suit the implementation this device has, for (token, expert) pairs: a power of two.
+
+    `from_host`: many experts are read from host memory in place, so that it matters how often.
+    """
     if resolve("paged_moe", None, AVAILABLE) != "mosaic_gpu":
         return reference.token_tile(pairs, num_experts)
+    usual = mosaic_gpu.token_tile(pairs, num_experts, from_host=from_host)
     sizes = tuned(ExpertShape.of(view, num_experts, matrices), pairs)
-    return mosaic_gpu.token_tile(pairs, num_experts) if sizes is None else sizes["tile"]
+    return usual if sizes is None or usual == mosaic_gpu.TILES[-1] else sizes["tile"]
 
 
 def paged_moe(

@@ -44,14 +44,18 @@ from rimuru_jax.pallas.page_loads import PageLoads
 from rimuru_jax.pallas.paged_moe.activations import Activation
 from rimuru_jax.pallas.paged_moe.tuning import ExpertShape, tuned
 
-TILES = (8, 16, 32, 64, 128)
-"""Token tiles the kernel has a form for; in the last the tokens are the M side."""
+TILES = (8, 16, 32, 64, 128, 256)
+"""Token tiles the kernel has a form for. The last is for experts in host memory, whose weights cross PCIe once for each
+tile: with it half as often, for products that are slower."""
+
+TOKENS_FIRST = 128
+"""From this tile on the tokens are the M side, not the weights."""
 
 GRANULE = 64
 """Rows of the M side of one wgmma; also what widths must be multiples of."""
 
 WGMMA_COLUMNS = 256
-"""The most columns of the N side."""
+"""The most columns of the N side; with larger tiles fewer fit a warpgroup's registers."""
 
 STORE = 64
 """Columns staged at a time: rows of 128 bytes, the widest swizzle."""
@@ -66,6 +70,9 @@ REGISTERS = 65536 // 128
 """Registers of a multiprocessor for each thread of one warpgroup."""
 
 FETCH_REGISTERS = 40
+
+FULL_TILE = 0.75
+"""Mean tokens of an expert, as a share of a tile, beyond which many experts need a second one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +103,15 @@ class Config:
     """Blocks of either grid, at most one for each multiprocessor."""
 
 
-def token_tile(pairs: int, num_experts: int) -> int:
-    """Rows of a tile: twice the mean number of tokens per expert, so that most experts are read for one tile only."""
+def token_tile(pairs: int, num_experts: int, *, from_host: bool = False) -> int:
+    """Rows of a tile: twice the mean number of tokens per expert, so that most experts are read for one tile only.
+
+    `from_host`: many experts are read from host memory in place.
+    """
     mean = max(1, pairs // num_experts)
-    return min(TILES[-1], max(TILES[0], 1 << (2 * mean - 1).bit_length()))
+    # The last tile is mostly empty rows where an expert's tokens would fit the one before.
+    largest = TILES[-1] if from_host and mean > FULL_TILE * TILES[-2] else TILES[-2]
+    return min(largest, max(TILES[0], 1 << (2 * mean - 1).bit_length()))
 
 
 def refusal(view: MemoryView, hidden_dtype: jnp.dtype, tile: int, host_words: int) -> str | None:
@@ -128,12 +140,13 @@ def choose_config(tile: int, f: int, d: int, multiprocessors: int, *, inner: int
     """A good configuration for tiles of `tile` tokens of experts of `f` x `d` with `inner` matrices before the last."""
 
     def launch(matrices: int, width: int, contracted: int) -> Launch:
-        weights_first = tile < TILES[-1]
+        weights_first = tile < TOKENS_FIRST
         if weights_first:
             warpgroups, block = 1, GRANULE
         else:
             warpgroups = tile // GRANULE
-            block = next(b for b in (256, 128, 64) if width % b == 0 and matrices * b <= WGMMA_COLUMNS)
+            columns = WGMMA_COLUMNS * TOKENS_FIRST // tile
+            block = next(b for b in (256, 128, 64) if width % b == 0 and matrices * b <= columns)
         row_bytes = (matrices * block + tile) * 2
         depth = next(k for k in (256, 128, 64) if contracted % k == 0 and k * row_bytes <= STEP_BYTES)
         result_bytes = tile * min(block, 2 * STORE) * 2
