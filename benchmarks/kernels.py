@@ -298,20 +298,28 @@ def bench_resident(
 
 
 def bench_host(shape: Shape, token_counts: list[int], launches: int):
-    """Every expert read in place from host memory."""
+    """Every expert read in place from host memory, with the usual tile and with that for experts on the host."""
     weights = Weights(shape)
     host = host_view(weights.contiguous)
     tables = jnp.full_like(weights.tables, HOST)
-    print("| tokens | all experts on the host us | GB/s |\n| --- | --- | --- |")
+    print(
+        "| tokens | tile | all experts on the host us | GB/s, each expert once |\n| --- | --- | --- | --- |"
+    )
     for tokens in token_counts:
         case = Case.random(shape, tokens, 0.0)
-        run = case.compile(weights, tables, host, routed=True, launches=LAYERS)
-        rounds = measure([run], LAYERS, launches)
-        time_us = statistics.median(r[0] for r in rounds)
-        print(
-            f"| {tokens} | {time_us:.0f} | {case.touched() * 6 * shape.d * shape.f / time_us / 1e3:.1f} |",
-            flush=True,
+        pairs = tokens * shape.top_k
+        usual, large = (
+            token_tile(pairs, shape.experts, weights.view, 3, from_host=on_host) for on_host in (False, True)
         )
+        tiles = list(dict.fromkeys((usual, large)))
+        runs = [
+            case.compile(weights, tables, host, routed=True, launches=LAYERS, tile=tile) for tile in tiles
+        ]
+        rounds = measure(runs, LAYERS, launches)
+        for tile, times in zip(tiles, zip(*rounds, strict=True), strict=True):
+            time_us = statistics.median(times)
+            rate = case.touched() * 6 * shape.d * shape.f / time_us / 1e3
+            print(f"| {tokens} | {tile} | {time_us:.0f} | {rate:.1f} |", flush=True)
 
 
 def bench_loads(shape: Shape, token_counts: list[int], launches: int):
