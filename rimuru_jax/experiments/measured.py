@@ -3,11 +3,15 @@
     python -m rimuru_jax.experiments.measured case_study Qwen1.5-MoE-A2.7B --device-gib 32 --output DIR
     python -m rimuru_jax.experiments.measured trace_replay Qwen3.5-35B-A3B --device-gib 32 --requests 300 --output DIR
 
+    python -m rimuru_jax.experiments.measured draw DIR/measured_case_study.json --output DIR
+
 All policies in one process: the same weights, the same compiled steps. Models known by name have random weights, so that
 their routing is close to even; a folder has its own. The cut of `trace_replay` is found by simulation as that study does.
+What was measured is written before pictures are made, which can be done anywhere, later (`draw`).
 """
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -180,6 +184,7 @@ STUDIES: dict[
 
 
 def run(args: argparse.Namespace) -> None:
+    """Measure, save, draw."""
     arrivals, policies, longest, what = STUDIES[args.study](args)
     if unknown := set(args.policies or ()) - set(policies):
         raise ValueError(
@@ -187,49 +192,98 @@ def run(args: argparse.Namespace) -> None:
         )
     policies = {name: policies[name] for name in args.policies or policies}
     engine = load(args, min(longest, study.find_model(args.model).max_position_embeddings))
-    device = jax.devices()[0]
+    device, weights = jax.devices()[0], engine.config.load_format
     gib = engine.plan.pool_bytes / 2**30
     print(f"{device.device_kind}, jax {jax.__version__}, pool of {gib:.2f} GiB; {what}", flush=True)
     outcomes = measure(engine, arrivals, policies, args.seconds)
     print(study.table(outcomes))
-    results = study.results_only(outcomes)
-    if args.output is None or not results:
+    if args.output is None:
         return
-    title = f"{what}\n{Path(args.model).stem}, measured: {device.device_kind}, {gib:.1f} GiB of pages, dummy weights"
-    if not (study.DATA / "configs" / f"{args.model}.json").is_file():
-        title = title.removesuffix(", dummy weights")
-    pool_over_time(results, args.output / f"measured_{args.study}.png", title)
-    latencies(results, args.output / f"measured_{args.study}_latency.png", title)
-    conditions = {
+    content = {
         "simulated": False,
-        "model": args.model,
+        "study": args.study,
+        "model": Path(args.model).stem,
+        "weights": weights,
         "device": device.device_kind,
         "jax": jax.__version__,
         "pool_bytes": engine.plan.pool_bytes,
-        "requests": len(arrivals),
+        "title": f"{what}\n{Path(args.model).stem}, measured: {device.device_kind}, {gib:.1f} GiB of pages, "
+        f"{weights} weights",
+        "runs": {
+            name: outcome if isinstance(outcome, str) else dataclasses.asdict(outcome)
+            for name, outcome in outcomes.items()
+        },
     }
-    content = conditions | {"runs": study.runs_to_json(outcomes)}
-    (args.output / f"measured_{args.study}.json").write_text(json.dumps(content) + "\n")
+    path = args.output / f"measured_{args.study}.json"
+    path.write_text(json.dumps(content) + "\n")
+    _draw(content, args.output)
+
+
+def draw(args: argparse.Namespace) -> None:
+    """Table and pictures of what an earlier run wrote."""
+    content = json.loads(args.file.read_text())
+    if content.get("simulated", True) or "title" not in content:
+        raise ValueError(f"{args.file} is not what `measured` writes")
+    print(study.table(_outcomes(content)))
+    if args.output is not None:
+        _draw(content, args.output)
+
+
+def _outcomes(content: Mapping[str, Any]) -> dict[str, study.Outcome]:
+    def outcome(run: Any) -> study.Outcome:
+        if isinstance(run, str):
+            return run
+        requests, timeline = (
+            [BenchResult(**request) for request in run["requests"]],
+            Timeline(**run["timeline"]),
+        )
+        return RunResult(requests, timeline, run["counters"], run["experts"])
+
+    return {name: outcome(run) for name, run in content["runs"].items()}
+
+
+def _draw(content: Mapping[str, Any], folder: Path) -> None:
+    """Pictures, and the figures in a file of reasonable size."""
+    outcomes, name = _outcomes(content), f"measured_{content['study']}"
+    figures = dict(content) | {"runs": study.runs_to_json(outcomes)}
+    (folder / f"{name}_figures.json").write_text(json.dumps(figures) + "\n")
+    if results := study.results_only(outcomes):
+        pool_over_time(results, folder / f"{name}.png", content["title"])
+        latencies(results, folder / f"{name}_latency.png", content["title"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("model", help="as the study takes it")
-    parser.add_argument("--device-gib", type=float, default=32.0, help="of the card's memory")
-    parser.add_argument("--page-pool-bytes", type=int, help="in place of --device-gib")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=study.LIMITS["max_num_batched_tokens"])
-    parser.add_argument("--requests", type=int, default=300, help="the first so many of the trace")
-    parser.add_argument("--time-scale", type=float, default=trace_replay.TIME_SCALE, help="of trace_replay")
-    parser.add_argument(
-        "--cut", type=int, help="of trace_replay: experts away from each layer, in place of a simulation"
-    )
-    parser.add_argument("--policies", nargs="+", help="by the names in the table; default: all")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="of each policy, at most")
-    parser.add_argument("--output", type=Path, help="folder for JSON and pictures")
-    study.command(parser, run)
+    commands = parser.add_subparsers(dest="study", required=True)
+    for name in STUDIES:
+        command = commands.add_parser(name)
+        command.add_argument("model", help="as the study takes it")
+        command.add_argument("--device-gib", type=float, default=32.0, help="of the card's memory")
+        command.add_argument("--page-pool-bytes", type=int, help="in place of --device-gib")
+        command.add_argument(
+            "--max-num-batched-tokens", type=int, default=study.LIMITS["max_num_batched_tokens"]
+        )
+        command.add_argument("--requests", type=int, default=300, help="the first so many of the trace")
+        command.add_argument("--policies", nargs="+", help="by the names in the table; default: all")
+        command.add_argument("--seconds", type=float, default=float("inf"), help="of each policy, at most")
+        command.add_argument("--output", type=Path, help="folder for JSON and pictures")
+        command.set_defaults(run=run)
+        if name == "trace_replay":
+            command.add_argument(
+                "--time-scale", type=float, default=trace_replay.TIME_SCALE, help="times slower"
+            )
+            command.add_argument(
+                "--cut",
+                type=int,
+                help="experts away from each layer, in place of a simulation that finds the best",
+            )
+    drawing = commands.add_parser("draw")
+    drawing.add_argument("file", type=Path, help="measured_*.json of an earlier run")
+    drawing.add_argument("--output", type=Path, help="folder for pictures")
+    drawing.set_defaults(run=draw, requests=1)
+    study.command(parser, lambda args: args.run(args))
 
 
 if __name__ == "__main__":
