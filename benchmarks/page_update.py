@@ -1,10 +1,10 @@
-"""Device time of page writes: the Mosaic GPU kernels beside the XLA formulation (the reference), on one GPU.
+"""Device time of page loads and moves: the Mosaic GPU kernels beside the XLA formulation (the reference), on one GPU.
 
-    python -m benchmarks.page_update [--rounds 10] [--only write_kv]
+    python -m benchmarks.page_update [--rounds 10] [--only load_pages]
 
-Expert pages of Qwen3-30B-A3B (2048 x 768, 3 MiB), keys and values of 4 heads of 128 in pages of 16 tokens, random places in
-a pool of 16 GB. A program runs CALLS or WRITES calls over places of their own; the two sides take turns, and the median round
-counts. A time is that of one call. Loads come from page-locked host memory (needs torch and cupy).
+Expert pages of Qwen3-30B-A3B (2048 x 768, 3 MiB), random places in a pool of 16 GB. A program runs CALLS calls over places of
+their own; the two sides take turns, and the median round counts. A time is that of one call. Loads come from page-locked host
+memory (needs torch and cupy).
 """
 
 import argparse
@@ -23,30 +23,27 @@ from rimuru_jax.pallas.memory_view import MemoryView
 from rimuru_jax.pallas.page_update import mosaic_gpu, reference
 
 CALLS = 8
-WRITES, SETS = 64, 4
-"""Calls of `write_kv` in a program, which are short, and different inputs that they have in turn."""
 PROGRAMS = 5
 WORDS = 2048 * 768
 PAGES = 5200
 HOST_PAGES = 1024
 EXPERT = MemoryView(kind="expert", page_shape=(768, 2048), dtype=jnp.dtype(jnp.bfloat16), stride=WORDS)
-KV = MemoryView(kind="kv", page_shape=(2, 4, 16, 128), dtype=jnp.dtype(jnp.bfloat16), stride=2 * 4 * 16 * 128)
 
 type Update = Callable[..., Array]
 
 
 class Program:
-    """`count` calls of one kind in one program; the pool is passed on from side to side."""
+    """CALLS calls of one kind in one program; the pool is passed on from side to side."""
 
-    def __init__(self, update: Update, inputs: tuple[Array, ...], shared: tuple[Array, ...], count: int):
+    def __init__(self, update: Update, inputs: tuple[Array, ...], shared: tuple[Array, ...]):
         one = jax.jit(update)  # lowered once for all calls
 
         def calls(pool: Array, inputs: list[tuple[Array, ...]], shared: tuple[Array, ...]) -> Array:
-            for index in range(count):
-                pool = one(pool, *shared, *inputs[index % len(inputs)])
+            for places in inputs:
+                pool = one(pool, *shared, *places)
             return pool
 
-        self.count, self.shared = count, shared
+        self.shared = shared
         # Apart from each other, so that nothing is copied out of one array.
         self.inputs = [tuple(x[i] for x in inputs) for i in range(inputs[0].shape[0])]
         self.calls = jax.jit(calls, donate_argnums=0)
@@ -56,37 +53,17 @@ class Program:
         for _ in range(PROGRAMS):
             pool = self.calls(pool, self.inputs, self.shared)
         pool.block_until_ready()
-        return pool, (time.perf_counter() - start) / PROGRAMS / self.count
+        return pool, (time.perf_counter() - start) / PROGRAMS / CALLS
 
 
-def random_places(most: int, count: int, seed: int, calls: int = CALLS) -> Array:
+def random_places(most: int, count: int, seed: int) -> Array:
     """`count` different places for each call."""
     rng = np.random.default_rng(seed)
-    return jnp.asarray(np.stack([rng.choice(most, count, replace=False) for _ in range(calls)]), jnp.int32)
-
-
-def kv_case(tokens: int) -> tuple[tuple[Array, ...], list[Update], float]:
-    """Inputs, the kernel and the reference, and the bytes read and written."""
-    # A step of decodes has one token a page, a prefill fills pages.
-    per_page = 1 if tokens <= 256 else 16
-    pages = jnp.repeat(random_places(490_000, tokens // per_page, 0, SETS) + 1, per_page, axis=1)
-    offsets = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32) % 16, pages.shape)
-    keys, values = (
-        jax.random.normal(jax.random.key(i), (SETS, tokens, 4, 128)).astype(jnp.bfloat16) for i in (0, 1)
-    )
-
-    def kernel(pool, *rest):
-        return mosaic_gpu.write_kv(pool, KV, *rest, scatter_tokens=0)
-
-    def scatter(pool, *rest):
-        return reference.write_kv(pool, KV, *rest)
-
-    updates: list[Update] = [kernel, scatter]
-    return (keys, values, pages, offsets), updates, 2.0 * tokens * 2 * 4 * 128 * 2
+    return jnp.asarray(np.stack([rng.choice(most, count, replace=False) for _ in range(CALLS)]), jnp.int32)
 
 
 def copy_case(name: str, count: int) -> tuple[tuple[Array, ...], list[Update], float]:
-    """As `kv_case`, for loads (bytes read) and moves (bytes read and written) of `count` pages."""
+    """Inputs, the kernel and the reference, and the bytes read (loads), or read and written (moves), of `count` pages."""
     loads = name == "load_pages"
     targets = random_places(PAGES // 2, count, 1)
     sources = random_places(HOST_PAGES if loads else PAGES // 2, count, 2) + (0 if loads else PAGES // 2)
@@ -115,13 +92,11 @@ def main() -> None:
     pool = jnp.zeros((PAGES, WORDS), jnp.uint16)
     host = host_view(lax.broadcasted_iota(jnp.int32, (HOST_PAGES, WORDS), 1).astype(jnp.uint16))
     cases = [
-        *((f"write_kv, {n} tokens", (), *kv_case(n)) for n in (1, 64, 256, 512, 1024, 2048, 8192)),
         *((f"load_pages, {n} pages", (host,), *copy_case("load_pages", n)) for n in (1, 3, 24, 96)),
         *((f"move_pages, {n} pages", (), *copy_case("move_pages", n)) for n in (1, 3, 24, 96)),
     ]
     for name, shared, inputs, updates, moved in (case for case in cases if args.only in case[0]):
-        count = WRITES if name.startswith("write") else CALLS
-        sides = [Program(update, inputs, shared, count) for update in updates]
+        sides = [Program(update, inputs, shared) for update in updates]
         times: list[list[float]] = [[], []]
         for round_ in range(args.rounds + 2):
             for measured, side in zip(times, sides, strict=True):

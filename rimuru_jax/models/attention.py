@@ -7,9 +7,9 @@ from jaxtyping import Array
 from rimuru_jax.array_types import Hidden, Pool
 from rimuru_jax.models.config import Attention
 from rimuru_jax.models.context import LayerParams, StepContext
-from rimuru_jax.models.layers import linear, norm, rotate
-from rimuru_jax.pallas.page_update import write_kv
+from rimuru_jax.models.layers import linear, norm
 from rimuru_jax.pallas.paged_attention import paged_attention
+from rimuru_jax.pallas.qk_norm_rope_cache import HeadNorm, qk_norm_rope_cache
 
 
 @jax.named_scope("attention")
@@ -19,25 +19,33 @@ def attention(
     """Write the tokens' keys and values, then attend to all of each row's."""
     batch, config = step.batch, step.spec.config
     tokens, heads, kv_heads, h = x.shape[0], layer.num_heads, layer.num_kv_heads, layer.head_dim
-    qkv = linear(x, params["qkv"], params.get("qkv_bias"))
+    # In float32, as the product writes it on a GPU: a conversion would be a launch of its own.
+    qkv = linear(x, params["qkv"], params.get("qkv_bias"), dtype=jnp.float32)
     if layer.clip_qkv is not None:
         qkv = jnp.clip(qkv, -layer.clip_qkv, layer.clip_qkv)
-    q, k, v = jnp.split(qkv, [qkv.shape[1] - 2 * kv_heads * h, qkv.shape[1] - kv_heads * h], axis=-1)
-    gate = None
+    gate = head_norm = None
     if layer.output_gate:
-        q, gate = jnp.split(q.reshape(tokens, heads, 2 * h), 2, axis=-1)
+        gate = qkv[:, : 2 * heads * h].reshape(tokens, heads, 2, h)[:, :, 1].astype(x.dtype)
     if layer.qk_norm == "full":
+        q, k, v = jnp.split(qkv.astype(x.dtype), [heads * h, (heads + kv_heads) * h], axis=-1)
         q, k = norm(q, params["q_norm"], config), norm(k, params["k_norm"], config)
-    q, k, v = q.reshape(tokens, heads, h), k.reshape(tokens, kv_heads, h), v.reshape(tokens, kv_heads, h)
-    if layer.qk_norm == "head":
-        q, k = norm(q, params["q_norm"], config), norm(k, params["k_norm"], config)
-    if layer.rotary is not None:
-        q, k = rotate(q, batch.positions, layer.rotary), rotate(k, batch.positions, layer.rotary)
+        qkv = jnp.concatenate([q, k, v], axis=-1)
+    elif layer.qk_norm == "head":
+        head_norm = HeadNorm(params["q_norm"], params["k_norm"], config.rms_norm_eps, config.norm)
 
     view, page_table = step.page_table("kv", index["kv"])
-    page_tokens = view.page_shape[2]
-    pages = jnp.where(step.valid, page_table[batch.rows, batch.positions // page_tokens], 0)
-    pool = write_kv(pool, view, k, v, pages, batch.positions % page_tokens)
+    q, pool = qk_norm_rope_cache(
+        qkv,
+        pool,
+        view,
+        page_table,
+        batch.rows,
+        batch.positions,
+        batch.query_start,
+        num_heads=heads,
+        head_norm=head_norm,
+        rotation=None if layer.rotary is None else step.rotations[layer.rotary, h],
+    )
     mixed = paged_attention(
         q,
         pool,

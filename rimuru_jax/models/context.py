@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from rimuru_jax.array_types import ExpertTable, HostPages, PageTable, TokenIds
 from rimuru_jax.host.page_layout import EXPERT, PageLayout
-from rimuru_jax.models.config import ModelConfig
+from rimuru_jax.models.config import Attention, ModelConfig, Rotary
+from rimuru_jax.models.layers import rotation
 from rimuru_jax.pallas.memory_view import WORD_BYTES, MemoryView
 from rimuru_jax.pallas.page_loads import PageLoads
 
@@ -143,6 +144,8 @@ class StepContext(NamedTuple):
     """Which tokens are no padding."""
     has_state: Bool[Array, " S"]
     """Rows that continue a sequence; the others start from zeros, whatever their pages hold."""
+    rotations: Mapping[tuple[Rotary, int], tuple[Float32[Array, "T half"], Float32[Array, "T half"]]]
+    """Cosines and sines of the tokens' positions, for each kind of rotation and head dimension that layers have."""
 
     @classmethod
     def create(
@@ -156,6 +159,9 @@ class StepContext(NamedTuple):
         decode: bool,
     ) -> "StepContext":
         query_len = batch.query_start[1:] - batch.query_start[:-1]
+        mixers = [layer.mixer for layer in spec.config.layers if isinstance(layer.mixer, Attention)]
+        # In the order of layers: a program must not depend on how a process hashes.
+        rotaries = dict.fromkeys((m.rotary, m.head_dim) for m in mixers if m.rotary is not None)
         return cls(
             spec=spec,
             batch=batch,
@@ -166,6 +172,7 @@ class StepContext(NamedTuple):
             # Here and not where they are used: layers run in a loop, which would compute them each time.
             valid=jnp.arange(batch.token_ids.shape[0]) < batch.query_start[-1],
             has_state=batch.context_len > query_len,
+            rotations={kind: rotation(batch.positions, *kind) for kind in rotaries},
         )
 
     @property

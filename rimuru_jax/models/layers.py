@@ -9,8 +9,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from rimuru_jax.array_types import Hidden, Keys
+from rimuru_jax.array_types import Hidden
 from rimuru_jax.models.config import ModelConfig, Rotary
+from rimuru_jax.pallas.rms_norm import rms_norm
 
 # Rows of a weight in one product: with many more, products on a CPU are up to ten times slower.
 _CPU_CHUNK = 1024
@@ -57,22 +58,6 @@ def _cpu_product(x: Float[Array, "T n"], weight: Float[Array, "m n"]) -> Float[A
     return lax.fori_loop(jnp.int32(0), jnp.int32(-(-m // _CPU_CHUNK)), chunk, out)
 
 
-def rms_norm(
-    x: Float[Array, "*batch n"], weight: Float[Array, " n"], eps: float, style: str = "plain"
-) -> Float[Array, "*batch n"]:
-    """`x / sqrt(mean(x^2) + eps)` in float32, times a weight.
-
-    The styles are those of `ModelConfig.norm`: "plain" rounds to the dtype of x before it multiplies, "float32"
-    after, and "zero_centred" like that by 1 + weight.
-    """
-    wide = x.astype(jnp.float32)
-    normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    if style == "plain":
-        return normed.astype(x.dtype) * jnp.broadcast_to(weight.astype(x.dtype), x.shape)
-    factor = weight.astype(jnp.float32) + (1.0 if style == "zero_centred" else 0.0)
-    return (normed * jnp.broadcast_to(factor, x.shape)).astype(x.dtype)
-
-
 def norm(
     x: Float[Array, "*batch n"], weight: Float[Array, " n"], config: ModelConfig
 ) -> Float[Array, "*batch n"]:
@@ -93,21 +78,13 @@ def mlp(x: Hidden, params: Mapping[str, Array], stem: str) -> Hidden:
     return linear(inner, params[f"{stem}_down"])
 
 
-def rotate(x: Keys, positions: Int32[Array, " T"], rotary: Rotary) -> Keys:
-    """Rotary embedding of queries or keys `[T, heads, h]` at `positions`, computed in float32.
-
-    Source: Su et al. 2021, in the half-rotation layout of Hugging Face checkpoints: dimension i of the rotated part
-    turns with dimension i + half.
-    """
-    rotated = int(x.shape[-1] * rotary.fraction)
-    half = rotated // 2
-    frequencies, factor = rotary_frequencies(rotary, rotated)
-    angles = positions[:, None, None].astype(jnp.float32) * frequencies[None, None, :]
-    cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
-    wide = x.astype(jnp.float32)
-    first, second, rest = wide[..., :half], wide[..., half:rotated], wide[..., rotated:]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
-    return turned.astype(x.dtype)
+def rotation(
+    positions: Int32[Array, " T"], rotary: Rotary, head_dim: int
+) -> tuple[Float32[Array, "T half"], Float32[Array, "T half"]]:
+    """Cosines and sines at `positions` of the leading share of `head_dim` that is rotated."""
+    frequencies, factor = rotary_frequencies(rotary, int(head_dim * rotary.fraction))
+    angles = positions[:, None].astype(jnp.float32) * frequencies[None, :]
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def rotary_frequencies(rotary: Rotary, rotated: int) -> tuple[Float32[Array, " half"], float]:

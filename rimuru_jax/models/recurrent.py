@@ -7,9 +7,10 @@ from jaxtyping import Array, Float
 from rimuru_jax.array_types import Hidden, Pool
 from rimuru_jax.models.config import GatedDeltaNet, Mamba2, ShortConv
 from rimuru_jax.models.context import LayerParams, StepContext
-from rimuru_jax.models.layers import linear, rms_norm
+from rimuru_jax.models.layers import linear
 from rimuru_jax.pallas.causal_conv1d import causal_conv1d
 from rimuru_jax.pallas.gated_delta_rule import gated_delta_rule
+from rimuru_jax.pallas.rms_norm import rms_norm
 from rimuru_jax.pallas.selective_scan import selective_scan
 
 

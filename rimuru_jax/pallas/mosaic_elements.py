@@ -18,16 +18,22 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
 
 def read(ref: Any, index: Any, layout: Any, interpret: Any = None) -> Any:
-    """`ref[index]` of a one-dimensional Ref; every index must be inside. `layout` is that of the index and the result."""
+    """`ref[index]` of a one-dimensional Ref; every index must be inside. `layout` is that of the index and the result.
+
+    Where it gives a thread several neighbours, their places must follow each other, the first at a multiple of their
+    number: they are one access.
+    """
     if interpret:
-        return _read_one_by_one(ref, index) if interpret.detect_races else ref[...][index]
+        return (
+            _read_one_by_one(ref, index, _neighbours(layout)) if interpret.detect_races else ref[...][index]
+        )
     signed = mgpu.utils.is_signed(ref.dtype)
 
     def load(_, ref, index):
         start, kind, registers = _start(ref), ref.type.element_type, np.empty_like(index.registers)
         for i, register in np.ndenumerate(index.registers):
-            value = llvm.load(kind, mgpu.utils.getelementptr(start, [_element(register)], kind))
-            registers[i] = vector.broadcast(ir.VectorType.get((1,), kind), value)
+            pointer = mgpu.utils.getelementptr(start, [_element(register)], kind)
+            registers[i] = llvm.load(ir.VectorType.get(register.type.shape, kind), pointer)
         return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=signed)
 
     return plgpu.inline_mgpu(
@@ -37,28 +43,42 @@ def read(ref: Any, index: Any, layout: Any, interpret: Any = None) -> Any:
 
 
 def write(ref: Any, index: Any, values: Any, mask: Any, layout: Any, interpret: Any = None) -> None:
-    """`ref[index] = values` where the mask holds; no place may be there twice."""
+    """`ref[index] = values` where the mask holds; no place may be there twice.
+
+    Neighbours of a thread as in `read`; the mask of the first is that of all. Of a Ref of pages `[P, words]`, whose
+    elements int32 does not count, the index is a pair.
+    """
+    page, place = index if isinstance(index, tuple) else (None, index)
     if interpret:
-        last = jnp.argsort(~mask.reshape(-1), stable=True)
-        index, values = index.reshape(-1)[last], values.reshape(-1)[last]
+        n = _neighbours(layout)
+        mask = mask.reshape(-1)[::n]
+        last = jnp.argsort(~mask, stable=True)
+        place, values = place.reshape(-1)[::n][last], values.reshape(-1, n)[last]
+        pages = () if page is None else (page.reshape(-1)[::n][last],)
 
         @pl.loop(0, jnp.sum(mask, dtype=jnp.int32))
         def _one(i):
-            ref[index[i]] = values[i]
+            ref[(*(page[i] for page in pages), pl.ds(place[i], n))] = values[i]
 
         return
 
-    def store(_, ref, index, values, mask):
+    def store(_, ref, place, values, mask, page=None):
         start, kind = _start(ref), ref.type.element_type
-        for i, register in np.ndenumerate(index.registers):
+        int64 = ir.IntegerType.get_signless(64)
+        for i, register in np.ndenumerate(place.registers):
             branch = scf.IfOp(_element(mask.registers[i]))
             with ir.InsertionPoint(branch.then_block):
-                place = mgpu.utils.getelementptr(start, [_element(register)], kind)
-                llvm.store(_element(values.registers[i]), place)
+                pointer = start
+                if page is not None:
+                    words = mgpu.utils.c(ref.type.shape[1], int64)
+                    first = arith.muli(arith.extsi(int64, _element(page.registers[i])), words)
+                    pointer = mgpu.utils.getelementptr(pointer, [first], kind)
+                llvm.store(values.registers[i], mgpu.utils.getelementptr(pointer, [_element(register)], kind))
                 scf.yield_([])
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout, layout))(store)(
-        ref, index, plgpu.layout_cast(values, layout), mask
+    pages = () if page is None else (plgpu.layout_cast(page, layout),)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(layout for _ in range(3 + len(pages)))))(store)(
+        ref, plgpu.layout_cast(place, layout), plgpu.layout_cast(values, layout), mask, *pages
     )
 
 
@@ -107,15 +127,22 @@ def _start(ref: ir.Value) -> ir.Value:
     return llvm.inttoptr(pointer.type, address)
 
 
-def _read_one_by_one(ref: Any, index: Any) -> Any:
-    flat = index.reshape(-1)
-    order = jnp.argsort(flat)
+def _neighbours(layout: Any) -> int:
+    """Elements next to each other that a thread has together."""
+    return layout.to_mgpu().vector_length
+
+
+def _read_one_by_one(ref: Any, index: Any, neighbours: int) -> Any:
+    """Each place is read once, `neighbours` together, whoever reads it."""
+    starts = index.reshape(-1)[::neighbours]
+    order = jnp.argsort(starts)
 
     def one(i, carry):
         values, place, value = carry
-        wanted = flat[order[i]]
-        value = lax.cond(wanted == place, lambda: value, lambda: ref[wanted])
+        wanted = starts[order[i]]
+        value = lax.cond(wanted == place, lambda: value, lambda: ref[pl.ds(wanted, neighbours)])
         return values.at[order[i]].set(value), wanted, value
 
-    nothing = jnp.zeros(flat.shape, ref.dtype), jnp.int32(-1), jnp.zeros((), ref.dtype)
-    return lax.fori_loop(0, flat.size, one, nothing)[0].reshape(index.shape)
+    shape = starts.size, neighbours
+    nothing = jnp.zeros(shape, ref.dtype), jnp.int32(-1), jnp.zeros(shape[1:], ref.dtype)
+    return lax.fori_loop(0, starts.size, one, nothing)[0].reshape(index.shape)

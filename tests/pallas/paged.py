@@ -1,5 +1,8 @@
 """Paged inputs built shuffled, for tests of the operators; the oracles see them dense."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -34,3 +37,11 @@ def get(pool: np.ndarray, view: MemoryView, page: int) -> np.ndarray:
     """Read one page, by byte arithmetic of its own."""
     words = np.ascontiguousarray(pool).reshape(-1)[page * view.stride : page * view.stride + view.words]
     return words.view(view.dtype).reshape(view.page_shape)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def mixed_bits(huge_pages: int, words: int) -> jax.Array:
+    """A pool in which no two pages are alike."""
+    row = jax.lax.broadcasted_iota(jnp.uint32, (huge_pages, words), 0)
+    word = jax.lax.broadcasted_iota(jnp.uint32, (huge_pages, words), 1)
+    return ((row * np.uint32(2654435761) + word * np.uint32(40503)) >> np.uint32(7)).astype(jnp.uint16)

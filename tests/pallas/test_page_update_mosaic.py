@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernels of page writes: numbers in the GPU interpreter, how pages and lists are cut, refusals.
+"""The Mosaic GPU kernels of page loads and moves: numbers in the GPU interpreter, how pages and lists are cut, refusals.
 
 Tests marked gpu run them on the card at real sizes.
 """
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rimuru_jax.pallas.page_update import load_pages, mosaic_gpu, move_pages, write_kv
+from rimuru_jax.pallas.page_update import load_pages, mosaic_gpu, move_pages
 from rimuru_jax.pallas.page_update.mosaic_gpu import Cut
-from tests.pallas.paged import get, put, view
+from tests.pallas.paged import mixed_bits, view
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -37,47 +37,9 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(mosaic_gpu, name, value)
 
 
-@pytest.fixture
-def few_tokens(monkeypatch):
-    """Several tokens in a block, however few there are."""
-    monkeypatch.setattr(mosaic_gpu, "TOKEN_BLOCKS", 1)
-
-
 def random_pool(huge_pages: int, words: int) -> np.ndarray:
     """Any bits, NaN patterns among them."""
     return np.random.default_rng(1).integers(0, 1 << 16, (huge_pages, words), dtype=np.uint16)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "heads", "h", "page_tokens", "padding"),
-    [(1, 1, 64, 16, 0), (7, 3, 96, 4, 0), (24, 2, 128, 16, 0), (18, 2, 256, 8, 2)],
-    ids=["one token", "odd sizes", "tiles of 8", "padded pages"],
-)
-def test_write_kv_interpreted(few_tokens, tokens, heads, h, page_tokens, padding):
-    rng = np.random.default_rng(0)
-    pages_view = view("kv", (2, heads, page_tokens, h), "bfloat16")
-    if padding:
-        stride = pages_view.stride + padding * page_tokens * h
-        pages_view = view("kv", pages_view.page_shape, "bfloat16", stride)
-    pool = random_pool(6, pages_view.stride * 4)
-    # Each place once, scratch left out; padding tokens all go to the same place.
-    pages, offsets = np.divmod(rng.permutation(20 * page_tokens)[:tokens] + 4 * page_tokens, page_tokens)
-    padded = np.arange(tokens) >= max(1, tokens - 5)
-    pages, offsets = (
-        np.where(padded, 0, pages).astype(np.int32),
-        np.where(padded, 3, offsets).astype(np.int32),
-    )
-    keys, values = rng.normal(size=(2, tokens, heads, h)).astype(jnp.bfloat16)
-    keys[padded], values[padded] = np.nan, np.nan
-    got = jax.jit(
-        functools.partial(mosaic_gpu.write_kv, view=pages_view, scatter_tokens=0, interpret=INTERPRET)
-    )(pool, keys=keys, values=values, pages=pages, offsets=offsets)
-    expected = pool.copy()
-    for token in np.flatnonzero(~padded):
-        page = get(expected, pages_view, pages[token]).copy()
-        page[0, :, offsets[token]], page[1, :, offsets[token]] = keys[token], values[token]
-        put(expected, pages_view, pages[token], page)
-    assert (np.asarray(got) == expected).all()
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
@@ -162,29 +124,12 @@ def test_pages_are_cut_evenly(size, most_blocks):
 
 
 def test_refusals():
-    keys = jnp.zeros((2, 2, 64), jnp.bfloat16)
-    pages = view("kv", (2, 2, 16, 64), "bfloat16")
-    assert mosaic_gpu.write_kv_refusal(pages, keys, keys) is None
-    assert "values float32" in str(mosaic_gpu.write_kv_refusal(pages, keys, keys.astype(jnp.float32)))
-    narrow = view("kv", (2, 2, 16, 12), "bfloat16")
-    assert "2 x 12" in str(mosaic_gpu.write_kv_refusal(narrow, keys[..., :12], keys[..., :12]))
-    odd = view("kv", (2, 2, 16, 64), "bfloat16", 65 * 64)
-    assert "4160 words apart" in str(mosaic_gpu.write_kv_refusal(odd, keys, keys))
     assert mosaic_gpu.copy_refusal(48, 40) is None
     assert "40 words in 44" in str(mosaic_gpu.copy_refusal(44, 40))
 
 
-_write = jax.jit(write_kv, static_argnames=("view", "implementation"), donate_argnames="pool")
 _load = jax.jit(load_pages, static_argnames="implementation", donate_argnames="pool")
 _move = jax.jit(move_pages, static_argnames=("view", "implementation"), donate_argnames="pool")
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def mixed_bits(huge_pages: int, words: int) -> jax.Array:
-    """A pool in which no two pages are alike."""
-    row = jax.lax.broadcasted_iota(jnp.uint32, (huge_pages, words), 0)
-    word = jax.lax.broadcasted_iota(jnp.uint32, (huge_pages, words), 1)
-    return ((row * np.uint32(2654435761) + word * np.uint32(40503)) >> np.uint32(7)).astype(jnp.uint16)
 
 
 BEYOND = 2800  # pages of 2048 x 768, of which those from 1366 on lie beyond 2^31 words
@@ -195,25 +140,6 @@ def both_ways(update) -> None:
     got = update(mixed_bits(BEYOND, 2048 * 768), "mosaic_gpu")
     wanted = update(mixed_bits(BEYOND, 2048 * 768), "reference")
     assert jax.jit(lambda a, b: jnp.all(a == b))(got, wanted)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [64, 2048, 8192])
-@pytest.mark.parametrize(("heads", "h"), [(4, 128), (2, 256), (8, 64)])
-def test_write_kv_on_the_card(tokens, heads, h):
-    pages_view = view("kv", (2, heads, 16, h), "bfloat16")
-    rng = np.random.default_rng(0)
-    last = BEYOND * 2048 * 768 // pages_view.stride * 16
-    places = last - 1 - rng.permutation(20_000)[:tokens]
-    pages, offsets = (jnp.asarray(x, jnp.int32) for x in np.divmod(places, 16))
-    keys, values = (
-        jax.random.normal(jax.random.key(i), (tokens, heads, h)).astype(jnp.bfloat16) for i in (0, 1)
-    )
-    both_ways(
-        lambda pool, implementation: _write(
-            pool, pages_view, keys, values, pages, offsets, implementation=implementation
-        )
-    )
 
 
 @pytest.mark.gpu

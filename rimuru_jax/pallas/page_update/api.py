@@ -1,41 +1,13 @@
-"""Page writes and moves: checks and choice of implementation."""
+"""Page loads and moves: checks and choice of implementation."""
 
 from jaxtyping import Array, Int32
 
-from rimuru_jax.array_types import HostPages, Keys, Pool
+from rimuru_jax.array_types import HostPages, Pool
 from rimuru_jax.pallas.implementation import Implementation, resolve
 from rimuru_jax.pallas.memory_view import MemoryView
 from rimuru_jax.pallas.page_update import mosaic_gpu, reference
 
 AVAILABLE = ("reference", "mosaic_gpu")
-
-
-def write_kv(
-    pool: Pool,
-    view: MemoryView,
-    keys: Keys,
-    values: Keys,
-    pages: Int32[Array, " T"],
-    offsets: Int32[Array, " T"],
-    *,
-    implementation: Implementation | None = None,
-) -> Pool:
-    """Write the keys and values of T tokens into one layer's pages.
-
-    Args:
-        pool: the page pool, donated or carried by the caller so that it is written in place.
-        view: pages `[2 (K, V), N, page_tokens, h]`.
-        keys: `[T, N, h]`.
-        values: as `keys`.
-        pages: page of each token; 0 (scratch) for padding tokens, which may or may not be written.
-        offsets: row of each token in its page, 0 <= offset < page_tokens.
-    """
-    if len(view.page_shape) != 4 or keys.shape[1:] != (view.page_shape[1], view.page_shape[3]):
-        raise ValueError(f"keys of shape {keys.shape} do not fit KV pages of shape {view.page_shape}")
-    refusal = mosaic_gpu.write_kv_refusal(view, keys, values)
-    chosen = resolve("write_kv", implementation, AVAILABLE, refusal=refusal)
-    operator = mosaic_gpu.write_kv if chosen == "mosaic_gpu" else reference.write_kv
-    return operator(pool, view, keys, values, pages, offsets)
 
 
 def load_pages(

@@ -1,15 +1,12 @@
-"""Page writes on Hopper in Mosaic GPU kernels: one launch each, in place through a Ref of the pool.
+"""Page loads and moves on Hopper in Mosaic GPU kernels: one launch each, in place through a Ref of the pool.
 
-Copies of whole pages, from host memory or from elsewhere in the pool, are cut by place in the page:
+Copies are cut by place in the page:
 
     page      | chunk 0 | chunk 1 | ... |      a block has the same chunks of every page it copies
     block     source --TMA--> ring in shared memory --TMA--> target, several chunks under way
 
 Thus "one after another" holds within a block, and blocks need not know of each other. What a move reads may be what an
 earlier one wrote: XLA cuts a list of moves where that happens, and a block ends all its writes before it goes on.
-
-New keys and values of a prefill go by tiles of tokens through shared memory, and from there a token's rows of all heads in two copies.
-A decode's few are a scatter of XLA's, which is one launch as well.
 """
 
 import math
@@ -23,11 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int32
 
-from rimuru_jax.array_types import HostPages, Keys, Pool
+from rimuru_jax.array_types import HostPages, Pool
 from rimuru_jax.pallas.memory_view import WORD_BYTES, MemoryView
 from rimuru_jax.pallas.mosaic_ring import slot_of
-from rimuru_jax.pallas.page_update import reference
-from rimuru_jax.pallas.ragged import update_in_place
 
 COPY_WORDS = 8
 """TMA copies multiples of so many words."""
@@ -50,103 +45,12 @@ LOAD_BLOCKS = 16
 MOVE_BLOCKS = 132
 """Blocks that move pages within the pool: one for each multiprocessor."""
 
-TOKEN_BYTES = 32 * 1024
-"""Keys and values of the tokens of one block, at most."""
-
-TOKENS = 16
-"""Tokens of one block, at most."""
-
-TOKEN_BLOCKS = 128
-"""Blocks that there are at least, if there are so many tokens."""
-
-SCATTER_TOKENS = 1024
-"""Below so many tokens XLA's scatter is faster, not least because what computes the keys fuses with it."""
-
-
-def write_kv_refusal(view: MemoryView, keys: Keys, values: Keys) -> str | None:
-    """Why these operands have no kernel of `write_kv`, or None."""
-    _, heads, page_tokens, h = view.page_shape
-    if any(x.dtype != view.dtype for x in (keys, values)) or view.dtype != jnp.bfloat16:
-        return f"keys are {keys.dtype}, values {values.dtype} and pages {view.dtype}, but bfloat16 is wanted"
-    if h % COPY_WORDS or h > BOX or heads > BOX:
-        return (
-            f"heads are {heads} x {h}, but at most {BOX} of a multiple of {COPY_WORDS} up to {BOX} are wanted"
-        )
-    if view.stride % (page_tokens * h):
-        return f"pages are {view.stride} words apart, but a multiple of {page_tokens} x {h} is wanted"
-    return None
-
 
 def copy_refusal(stride: int, words: int) -> str | None:
     """Why pages of `words`, `stride` words apart, are not copied by a kernel, or None."""
     if math.gcd(stride, words) % COPY_WORDS:
         return f"pages have {words} words in {stride}, but multiples of {COPY_WORDS} are wanted"
     return None
-
-
-def write_kv(
-    pool: Pool,
-    view: MemoryView,
-    keys: Keys,
-    values: Keys,
-    pages: Int32[Array, " T"],
-    offsets: Int32[Array, " T"],
-    *,
-    scatter_tokens: int = SCATTER_TOKENS,
-    interpret: Any = None,
-) -> Pool:
-    """What is behind `api.write_kv`, for operands without a refusal: a kernel, whose padding tokens write nothing at all.
-
-    `scatter_tokens`: see SCATTER_TOKENS. `interpret`: an `InterpretGPUParams` runs the kernel on a CPU, slowly.
-    """
-    tokens, heads, h = keys.shape
-    if tokens < scatter_tokens:
-        return reference.write_kv(pool, view, keys, values, pages, offsets)
-    most = max(1, min(TOKENS, TOKEN_BYTES // (2 * heads * h * WORD_BYTES), tokens // TOKEN_BLOCKS))
-    tile = math.gcd(tokens, 1 << (most.bit_length() - 1))
-
-    def body(
-        pages,  # [T]
-        offsets,  # [T]
-        keys,  # [T, N, h]
-        values,  # [T, N, h]
-        pool,  # [P, page rows / page tokens, page tokens, h]
-        kv_smem,  # [2, tile, N, h]
-        ready,
-    ):
-        first = lax.axis_index("tile") * tile
-        for part, x in enumerate((keys, values)):
-            plgpu.copy_gmem_to_smem(x.at[pl.ds(first, tile)], kv_smem.at[part], ready)
-        plgpu.barrier_wait(ready)
-
-        @pl.loop(0, tile)
-        def _(i):
-            page, offset = pages[first + i], offsets[first + i]
-
-            @pl.when(page != 0)
-            def _():
-                for part in range(2):
-                    rows = pool.at[page, pl.ds(part * heads, heads), offset]
-                    plgpu.copy_smem_to_gmem(kv_smem.at[part, i], rows)
-
-        plgpu.wait_smem_to_gmem(0)
-
-    kernel = plgpu.kernel(
-        body,
-        grid=(tokens // tile,),
-        grid_names=("tile",),
-        scratch_types=[
-            plgpu.SMEM((2, tile, heads, h), view.dtype),
-            plgpu.Barrier(num_arrivals=2),
-        ],
-        # No barrier between threads is missing: what is in shared memory only TMA writes and reads.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        interpret=interpret,
-    )
-    _, pool = update_in_place(
-        pool, view, view.page_shape[2:], lambda ref: kernel(pages, offsets, keys, values, ref)
-    )
-    return pool
 
 
 def load_pages(
@@ -158,7 +62,10 @@ def load_pages(
     *,
     interpret: Any = None,
 ) -> Pool:
-    """The kernel behind `api.load_pages`, as `write_kv`. `host_pages` may be page-locked memory of the host."""
+    """The kernel behind `api.load_pages`, for operands without a refusal. `host_pages` may be page-locked memory of the host.
+
+    `interpret`: an `InterpretGPUParams` runs the kernel on a CPU, slowly.
+    """
     words = host_pages.shape[1]
     cut = Cut.of(words, words, LOAD_BLOCKS)
     bounds = jnp.stack([jnp.ones_like(count), jnp.zeros_like(count), count])
@@ -175,7 +82,7 @@ def move_pages(
     *,
     interpret: Any = None,
 ) -> Pool:
-    """The kernel behind `api.move_pages`, as `write_kv`."""
+    """The kernel behind `api.move_pages`, as `load_pages`."""
     cut = Cut.of(view.stride, view.words, MOVE_BLOCKS)
     bounds = independent_runs(sources, targets, count)
     return _copy(pool, view.stride, None, sources, targets, bounds, cut, interpret)

@@ -1,27 +1,11 @@
-"""Page writes in plain jnp: the specification, and the path on a CPU."""
+"""Page loads and moves in plain jnp: the specification, and the path on a CPU."""
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from rimuru_jax.array_types import HostPages, Keys, Pool
+from rimuru_jax.array_types import HostPages, Pool
 from rimuru_jax.pallas.memory_view import MemoryView
-
-
-def write_kv(
-    pool: Pool,
-    view: MemoryView,
-    keys: Keys,
-    values: Keys,
-    pages: Int32[Array, " T"],
-    offsets: Int32[Array, " T"],
-) -> Pool:
-    _, heads, page_tokens, _ = view.page_shape
-    # Page [K or V, head, token, dim]: one token's entry is 2 * heads rows, page_tokens apart.
-    row_in_page = jnp.arange(2 * heads, dtype=jnp.int32) * page_tokens
-    rows = (pages * (2 * heads * page_tokens) + offsets)[:, None] + row_in_page[None, :]
-    entries = jnp.concatenate([keys, values], axis=1)  # [T, 2N, h]
-    return view.rows(3).write(pool, rows.reshape(-1), entries.reshape(-1, entries.shape[-1]))
 
 
 def load_pages(
