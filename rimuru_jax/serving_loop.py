@@ -217,9 +217,11 @@ def step_shapes(
 def workspace_bytes(
     spec: ModelSpec, layout: PageLayout, *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int
 ) -> int:
-    """Device memory that the largest step takes beside pool, weights and tables: of its program and of the sampler's.
+    """Device memory that the largest step takes beside pool, weights and tables.
 
-    Compiles both, with a pool of a nominal size. Two steps' results are alive at once, and logits of the sampler.
+    Compiles it and the sampler, with a pool of a nominal size. Two steps' results are alive at once. What a program needs
+    meanwhile is given back when it has been enqueued, and what the sampler edits before the next step is: of the two the
+    larger counts.
     """
     bucket = bucket_for(max_num_batched_tokens, max_num_seqs)
     shapes = step_shapes(
@@ -235,7 +237,7 @@ def workspace_bytes(
     assert forward is not None
     results = forward.output_size_in_bytes - forward.alias_size_in_bytes
     sampling = sampler.workspace_bytes(bucket.rows, spec.config.vocab_size)
-    return forward.temp_size_in_bytes + 2 * results + sampling
+    return 2 * results + max(forward.temp_size_in_bytes, sampling)
 
 
 def _compiler_options() -> dict[str, Any] | None:
