@@ -85,6 +85,8 @@ GPU_COMPILER_OPTIONS = {
     # The pool and the host's pages count as memory in use, which looks like too much: XLA would compute small things
     # again in every layer, three launches each, to save what they take.
     "xla_disable_hlo_passes": "rematerialization",
+    # Products of the same activations would be merged by putting their weights together anew in every layer of every step.
+    "xla_gpu_dot_merger_threshold_mb": 0,
 }
 
 UPDATE_SIZES = (64, 1024, 16384)
