@@ -404,8 +404,8 @@ class OnCard:
     def run(self, x, mix, chosen, valid, **rest):
         return self.run_both(x, mix, chosen, valid, **rest)[0]
 
-    def run_both(self, x, mix, chosen, valid, *, table=None, pool=None, **rest):
-        tile = mosaic_gpu.token_tile(chosen.size, self.experts)
+    def run_both(self, x, mix, chosen, valid, *, table=None, pool=None, from_host=False, **rest):
+        tile = mosaic_gpu.token_tile(chosen.size, self.experts, from_host=from_host)
         return _run(
             x,
             mix,
@@ -476,6 +476,14 @@ class TestOnCard:
         away = jnp.asarray(on_card.rng.random(host.shape) < 0.5)
         for table in (host, jnp.where(away, host, on_card.table)):
             assert (on_card.run(x, mix, chosen, valid, table=table) == resident).all()
+
+    def test_tiles_for_experts_on_the_host_give_the_same_bits(self, on_card):
+        x, mix, chosen = on_card.tokens(4096, 1.2)
+        valid = np.ones(4096, bool)
+        wanted = on_card.run(x, mix, chosen, valid)
+        assert mosaic_gpu.token_tile(chosen.size, on_card.experts, from_host=True) == mosaic_gpu.TILES[-1]
+        for table in (on_card.table, jnp.full_like(on_card.table, HOST)):
+            assert (on_card.run(x, mix, chosen, valid, table=table, from_host=True) == wanted).all()
 
     @pytest.mark.parametrize("count", [16, 2048])
     def test_padding_tokens_change_nothing(self, on_card, count):
