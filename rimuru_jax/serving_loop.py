@@ -135,7 +135,8 @@ def step(
 
     `last_tokens` are the ids sampled last for each slot, which take the place of IN_FLIGHT in the batch.
     """
-    fields = batch.unpack()
+    # Cut out once: every kernel that cut its own operand from the batch would be made anew in a GPU's graph at every step.
+    fields = jax.lax.optimization_barrier(batch.unpack())
     ids = fields.token_ids
     known = jnp.where(ids == IN_FLIGHT, last_tokens[fields.slots[fields.rows]], ids)
     fields = fields.replace(token_ids=known)  # type: ignore[attr-defined]

@@ -4,14 +4,12 @@ Repeating runs of layers become one `lax.scan` each, so that compile time follow
 pool is carried through all of them and written in place.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
@@ -38,28 +36,7 @@ from rimuru_jax.models.weights import resident_sources
 type StackParams = Mapping[str, Any]
 """{"embedding", "final_norm", "head"?, "segments": one tuple per segment of one stacked `LayerParams` per layer}.
 
-Of `unroll_params`, segments are `UnrolledLayers`."""
-
-SMALL = 1 << 16
-"""Bytes of a layer's parameter below which it shares an array with others when layers are unrolled."""
-
-
-@struct.dataclass
-class UnrolledLayers:
-    """Parameters of a segment for a program without loops: arrays of each layer's own.
-
-    Whatever a program takes costs the host some microseconds at every call, so small parameters of a layer lie in one
-    array. They are cut out at the same place in every layer, which makes equal kernels of equal layers.
-    """
-
-    arrays: list[tuple[dict[str, Any], ...]]
-    """By repetition, for each layer of the pattern: large parameters, and small ones in a row by their dtype."""
-    small: tuple[tuple[tuple[str, str, tuple[int, ...]], ...], ...] = struct.field(pytree_node=False)
-    """Name, dtype and shape of the small ones in each layer of the pattern."""
-
-    def layers(self) -> list[tuple[dict[str, Any], ...]]:
-        """Parameters as layers know them, by repetition."""
-        return [tuple(map(_take_apart, arrays, self.small)) for arrays in self.arrays]
+Of `unroll_params`, segments are lists of such tuples, not stacked, one for each repetition."""
 
 
 class Segment(NamedTuple):
@@ -109,35 +86,18 @@ def stack_params(
 
 
 def unroll_params(params: StackParams, rows: Callable[[Any], Sequence[Any]]) -> StackParams:
-    """The same parameters with each layer's on their own; `rows` takes a stacked leaf apart."""
-
-    def unroll(pattern: tuple[dict[str, Any], ...]) -> UnrolledLayers:
-        parts, small = [], []
-        for layer in pattern:
-            few = {name: x for name, x in layer.items() if math.prod(x.shape[1:]) * x.dtype.itemsize < SMALL}
-            in_a_row: dict[str, list[Any]] = {}
-            for x in few.values():
-                in_a_row.setdefault(str(x.dtype), []).append(x.reshape(x.shape[0], -1))
-            joined = {dtype: jnp.concatenate(same, axis=1) for dtype, same in in_a_row.items()}
-            large = {name: x for name, x in layer.items() if name not in few}
-            parts.append({name: rows(x) for name, x in (large | joined).items()})
-            small.append(tuple((name, str(x.dtype), x.shape[1:]) for name, x in few.items()))
+    """The same parameters with each layer's on their own, for a program without loops; `rows` takes a stacked leaf apart."""
+    unrolled = []
+    for pattern in params["segments"]:
+        parts = [{name: rows(leaf) for name, leaf in layer.items()} for layer in pattern]
         repeats = len(next(iter(parts[0].values())))
-        arrays = [tuple({name: x[i] for name, x in layer.items()} for layer in parts) for i in range(repeats)]
-        return UnrolledLayers(arrays, tuple(small))
-
-    return {**params, "segments": tuple(map(unroll, params["segments"]))}
-
-
-def _take_apart(
-    arrays: Mapping[str, Any], small: Sequence[tuple[str, str, tuple[int, ...]]]
-) -> dict[str, Any]:
-    params = dict(arrays)
-    rest = {dtype: params.pop(dtype) for dtype in {dtype for _, dtype, _ in small}}
-    for name, dtype, shape in small:
-        size = math.prod(shape)
-        params[name], rest[dtype] = rest[dtype][:size].reshape(shape), rest[dtype][size:]
-    return params
+        unrolled.append(
+            [
+                tuple({name: leaf[i] for name, leaf in layer.items()} for layer in parts)
+                for i in range(repeats)
+            ]
+        )
+    return {**params, "segments": tuple(unrolled)}
 
 
 class StackOutput(NamedTuple):
@@ -221,8 +181,8 @@ def forward(
             stacked_decisions = jax.tree.map(lambda *x: jnp.stack(x), *decisions) if decisions else None
             return (hidden, pool, counters), stacked_decisions
 
-        if isinstance(layers, UnrolledLayers):
-            (hidden, pool, counters), decisions = _unrolled(run, (hidden, pool, counters), layers.layers())
+        if isinstance(layers, list):
+            (hidden, pool, counters), decisions = _unrolled(run, (hidden, pool, counters), layers)
         else:
             (hidden, pool, counters), decisions = lax.scan(
                 run, (hidden, pool, counters), layers, length=repeats

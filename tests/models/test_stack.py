@@ -1,14 +1,12 @@
 """How layers are cut into scanned segments."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rimuru_jax.models.config import Attention, Dense, LayerSpec, ModelConfig, Moe
-from rimuru_jax.models.stack import Segment, segments, stack_params, unroll_params
+from rimuru_jax.models.stack import Segment, segments, stack_params
 
 MOE = Moe(num_experts=4, num_experts_per_tok=2, intermediate_size=8, normalize=True)
 
@@ -82,29 +80,3 @@ def test_stack_params_follows_the_segments_and_keeps_no_second_copy():
     norms = [[params["input_norm"][:, 0].tolist() for params in group] for group in stacked["segments"]]
     assert norms == [[[0, 1]], [[2], [3]]]
     assert isinstance(segments(specs)[0], Segment)
-
-
-def test_unrolled_layers_have_every_parameter_as_it_was():
-    """Small and large ones, of two dtypes, in a pattern of two layers that comes twice."""
-    rng = np.random.default_rng(0)
-
-    def stacked(*shape: int, dtype: str = "bfloat16") -> jnp.ndarray:
-        return jnp.asarray(rng.normal(size=(2, *shape)), dtype)
-
-    first = {
-        "norm": stacked(8),
-        "qkv": stacked(256, 256),
-        "bias": stacked(3, 4),
-        "A_log": stacked(4, dtype="float32"),
-    }
-    second = {"router": stacked(256, 512, dtype="float32")}
-    unrolled = unroll_params({"embedding": 1, "segments": ((first, second),)}, list)
-    assert unrolled["embedding"] == 1
-    (segment,) = unrolled["segments"]
-    # What is small in the first layer is one array of each dtype beside the large one.
-    assert len(jax.tree.leaves(segment)) == 2 * (3 + 1)
-    for repetition, layers in enumerate(segment.layers()):
-        for layer, expected in zip(layers, (first, second), strict=True):
-            assert layer.keys() == expected.keys()
-            for name, leaf in expected.items():
-                np.testing.assert_array_equal(layer[name], leaf[repetition])

@@ -194,6 +194,15 @@ def test_experts_of_several_tiles():
     assert np.linalg.norm(got - wanted) <= TOLERANCE * np.linalg.norm(wanted)
 
 
+def test_tokens_that_fit_one_tile_get_the_same_bits_as_among_others():
+    """They are not gathered by expert: every tile has them all."""
+    experts = Experts.random("bfloat16", experts=4, f=64, d=128)
+    x, mix, chosen = tokens(20, 4, 2, 128)
+    run = functools.partial(interpret, experts, tile=8, sizes=config(True, 64, 1))
+    among_others = run(x, mix, chosen, all_valid(20))[:6]
+    np.testing.assert_array_equal(run(x[:6], mix[:6], chosen[:6], all_valid(6)), among_others)
+
+
 def test_the_largest_tile_gives_the_same_bits():
     """A tile of which one part has no token, against two."""
     experts = Experts.random("bfloat16", experts=2, f=64, d=128)

@@ -180,9 +180,9 @@ def paged_moe(
 ) -> tuple[Hidden, Pool]:
     """See `paged_moe.paged_moe`; `contiguous` as in `_grouped_product`."""
     f, d = view.page_shape
-    rows, inner = routing.row_tokens.shape[0], table.shape[2] - 1
+    tokens, rows, inner = hidden.shape[0], routing.row_tokens.shape[0], table.shape[2] - 1
+    tile = rows // routing.tile_experts.shape[0]
     if config is None:
-        tile = rows // routing.tile_experts.shape[0]
         experts = ExpertShape.of(view, table.shape[1], table.shape[2])
         config = config_for(tile, weights.size, experts, getattr(jax.devices()[0], "core_count", 132))
 
@@ -212,7 +212,14 @@ def paged_moe(
         )
         return out, pool if loads is None else view.untyped(jax.freeze(target), pool.shape[1])
 
-    x = hidden.at[routing.row_tokens].get(mode="clip")
+    pair_rows = routing.pair_rows
+    if tokens <= tile:
+        # Every tile has all tokens, each in its own row, those that did not choose the expert too: nothing to gather.
+        x = jnp.pad(hidden, ((0, tile - tokens), (0, 0)))
+        own = pair_rows // tile * tile + jnp.arange(tokens, dtype=jnp.int32)[:, None]
+        pair_rows = jnp.where(pair_rows < rows, own, rows)
+    else:
+        x = hidden.at[routing.row_tokens].get(mode="clip")
     gate_up, down = (None, None) if biases is None else (biases[0], biases[1][:, None])
     h, pool = product(x, pool, range(inner), (f, d), config.gate_up, activation, gate_up)
     y, pool = product(h, pool, range(inner, inner + 1), (d, f), config.down, None, down)
@@ -221,14 +228,14 @@ def paged_moe(
     # have no row, and their weights may be anything.
     mixed = jnp.zeros(hidden.shape, jnp.float32)
     for k in range(weights.shape[1]):
-        row = routing.pair_rows[:, k]
+        row = pair_rows[:, k]
         part = weights[:, k, None] * y.at[row].get(mode="clip").astype(jnp.float32)
         mixed += jnp.where((row < rows)[:, None], part, 0)
     return mixed.astype(hidden.dtype), pool
 
 
 def _grouped_product(
-    x: Float[Array, "rows k"],
+    x: Float[Array, "_ k"],
     routing: Routing,
     pool: Any,
     host: Float[Array, "host_pages host_rows k"],
@@ -246,13 +253,15 @@ def _grouped_product(
 ) -> Float[Array, "rows width"]:
     """`x @ w^T` with the matrix of each tile's expert, or an activation of such products.
 
+    `x` has a row for each of the routing's, or those of one tile, which all tiles then share.
     `pool` is `[pages, page rows, k]`, a Ref of it if there are loads. Pages hold `width` rows of weights, and possibly
     more that are padding. `contiguous` is for measurements: a kernel that knows no table and finds every page in
     `host`, in order.
     """
-    rows, contracted = x.shape
-    tiles = routing.tile_experts.shape[0]
+    contracted = x.shape[1]
+    rows, tiles = routing.row_tokens.shape[0], routing.tile_experts.shape[0]
     tile = rows // tiles
+    shared = x.shape[0] < rows
     tokens, (_, experts, matrices_per_expert) = routing.pair_rows.shape[0], table.shape
     warpgroups, stages, depth, block = launch.warpgroups, launch.stages, launch.depth, launch.block
     column_blocks, k_steps = width // block, contracted // depth
@@ -275,7 +284,7 @@ def _grouped_product(
         "num_tiles": routing.num_tiles.reshape(1),
         "table": table,  # [L, E, M]
         "layer": layer.reshape(1),
-        "x": x,  # [rows, k]
+        "x": x,  # [rows or tile, k]
         "pool": pool,  # [pages, page rows, k]
         "host": host,  # [host pages, host rows, k]
     }
@@ -377,7 +386,8 @@ def _grouped_product(
                 turn, here_places = carry
                 next_places = places(i + 1)  # read an item ahead: two loads, one after the other
                 item_tile, column_block = item(i)
-                x_rows, w_rows = pl.ds(item_tile * tile, tile), pl.ds(column_block * block, block)
+                x_rows = pl.ds(0 if shared else item_tile * tile, tile)
+                w_rows = pl.ds(column_block * block, block)
 
                 def step(k, turn):
                     wait_for_slot(turn)
