@@ -82,9 +82,10 @@ GPU_COMPILER_OPTIONS = {
     # take memory that the pool has by then, and choose anew at every start, in other roundings.
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_autotune_level": 0,
-    # The pool and the host's pages count as memory in use, which looks like too much: XLA would compute small things
-    # again in every layer, three launches each, to save what they take.
-    "xla_disable_hlo_passes": "rematerialization",
+    # Rematerialization: the pool and the host's pages count as memory in use, which looks like too much: XLA would compute
+    # small things again in every layer, three launches each, to save what they take. Padding for cuBLAS: of 60 experts the
+    # router's weights would be padded to 64 in every layer of every step, for tensor cores that no longer ask for it.
+    "xla_disable_hlo_passes": "rematerialization,cublas-pad-for-gemms",
     # Products of the same activations would be merged by putting their weights together anew in every layer of every step.
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
