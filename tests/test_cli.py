@@ -420,10 +420,12 @@ def test_plan_foretells_the_engine(run, bare, policy):
 COMMAND = [sys.executable, "-c", "import sys; from rimuru_jax.cli import main; sys.exit(main())"]
 
 
-def test_ctrl_c_is_quiet(bare):
-    options = ["--prompt-token-ids", "3,4", "--ignore-eos", "--max-tokens", "200"]
+def test_ctrl_c_is_quiet(tmp_path):
+    write_checkpoint(tmp_path / "model", "qwen3_moe", max_position_embeddings=1 << 16)
+    # An answer of some tokens would be complete before the signal comes.
+    options = ["--prompt-token-ids", "3,4", "--ignore-eos", "--max-tokens", "60000"]
     process = subprocess.Popen(
-        [*COMMAND, "generate", "--model", str(bare), *options],
+        [*COMMAND, "generate", "--model", str(tmp_path / "model"), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,8 +1,13 @@
 """Requests of a trace on a real engine."""
 
+import functools
+import itertools
+from types import SimpleNamespace
+
 import pytest
 
 from rimuru_jax import Engine
+from rimuru_jax.experiments import measured
 from rimuru_jax.experiments.measured import serve
 from rimuru_jax.experiments.results import Arrival
 from tests.models.tiny_checkpoints import write_checkpoint
@@ -35,8 +40,11 @@ def test_every_request_ends_and_the_timeline_adds_up(engine):
         assert sum(column) == pages * engine.plan.layout.huge_page_bytes
 
 
-def test_what_is_not_done_in_time_is_ended(engine):
-    result = serve(engine, [Arrival(0.0, 8, 50), Arrival(60.0, 8, 50)], until=0.05)
+def test_what_is_not_done_in_time_is_ended(engine, monkeypatch):
+    clock = SimpleNamespace(perf_counter=functools.partial(next, itertools.count()))  # a second at every look
+    monkeypatch.setattr(measured, "time", clock)
+    result = serve(engine, [Arrival(0.0, 8, 50), Arrival(60.0, 8, 50)], until=20)
+    assert 1 < result.requests[0].output_tokens < 20
     assert [request.latency for request in result.requests] == [0, 0]
     assert not engine.has_unfinished_requests()
     used = engine.allocator.ledger().kinds["kv"]
