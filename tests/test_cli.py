@@ -1,5 +1,6 @@
 """The `rimuru` command on a tiny model with a vocabulary of words; once on the embedded model."""
 
+import functools
 import importlib.util
 import io
 import json
@@ -429,11 +430,17 @@ def test_ctrl_c_is_quiet(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # What runs in the background of a script ignores the signal, and so would its children.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
-    assert process.stdout is not None
-    process.stdout.read(1)  # the answer has begun
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    with process:
+        assert process.stdout is not None
+        process.stdout.read(1)  # the answer has begun
+        process.send_signal(signal.SIGINT)
+        try:
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "Traceback" not in err
 
