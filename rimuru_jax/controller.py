@@ -107,11 +107,15 @@ def hotset_profile(model: ModelConfig, path: str | Path | None) -> HotsetProfile
     return HotsetProfile.load(path, fingerprint(model)) if path else HotsetProfile.uniform(fingerprint(model))
 
 
+def expert_bytes(model: ModelConfig, layout: PageLayout) -> int:
+    """Of all experts, on pages."""
+    return len(model.moe_layers) * model.moe.num_experts * model.moe.matrices * layout[EXPERT].stride_bytes
+
+
 def _default_pool_bytes(model: ModelConfig, layout: PageLayout) -> int:
     """All experts and the pages of eight requests of up to 4096 tokens, at most half of the memory that is free."""
     tokens = min(4096, model.max_position_embeddings)
     states = sum(placed.units_for(tokens) * placed.stride_bytes for placed in layout.sequence_kinds)
-    experts = len(model.moe_layers) * model.moe.num_experts * model.moe.matrices * layout[EXPERT].stride_bytes
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    wanted = experts + 8 * states + 2 * layout.huge_page_multiple * layout.huge_page_bytes
+    wanted = expert_bytes(model, layout) + 8 * states + 2 * layout.huge_page_multiple * layout.huge_page_bytes
     return max(min(wanted, free // 2), 2 * layout.huge_page_multiple * layout.huge_page_bytes)

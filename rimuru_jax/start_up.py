@@ -8,9 +8,9 @@ from pathlib import Path
 import jax
 
 from rimuru_jax.config import EngineConfig
-from rimuru_jax.controller import layout_for
+from rimuru_jax.controller import expert_bytes, layout_for
 from rimuru_jax.cuda_driver import cuda_driver
-from rimuru_jax.host.page_layout import EXPERT, PageLayout
+from rimuru_jax.host.page_layout import PageLayout
 from rimuru_jax.memory_budget import MemoryBudget, measure, reserve_memory
 from rimuru_jax.models.checkpoint import LoadedModel, load_checkpoint
 from rimuru_jax.models.config import ModelConfig
@@ -55,13 +55,9 @@ def check_dtype(model: LoadedModel, dtype: str) -> None:
 
 
 def model_spec(model: ModelConfig, config: EngineConfig, layout: PageLayout) -> ModelSpec:
-    expert_bytes = (
-        len(model.moe_layers) * model.moe.num_experts * model.moe.matrices * layout[EXPERT].stride_bytes
-    )
+    on_host = expert_bytes(model, layout) > _device_bytes(config)
     recurrent = config.mamba_ssm_cache_dtype
-    return ModelSpec.create(
-        model, layout, config.dtype, recurrent, experts_on_host=expert_bytes > _device_bytes(config)
-    )
+    return ModelSpec.create(model, layout, config.dtype, recurrent, experts_on_host=on_host)
 
 
 def _device_bytes(config: EngineConfig) -> float:

@@ -16,7 +16,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -29,6 +29,7 @@ from rimuru_jax.experiments.pictures import latencies, pool_over_time
 from rimuru_jax.experiments.results import Arrival, RunResult, Timeline, used_bytes
 from rimuru_jax.host.page_layout import EXPERT
 
+NOT_DONE = "not done in time"
 IDLE_SECONDS = 0.001
 """Between looks at the clock while no request is there."""
 
@@ -36,7 +37,7 @@ IDLE_SECONDS = 0.001
 def serve(engine: Engine, arrivals: Sequence[Arrival], *, until: float = float("inf")) -> RunResult:
     """Serve random prompts of these lengths as they arrive, to the end or for `until` seconds.
 
-    Requests that could never be served have an error; those that are not done by `until` are ended and have latency 0.
+    Requests that could never be served have an error, and so have those that are not done by `until`, which are ended.
     The engine must have none of its own. Raises ValueError when none can be served.
     """
     prompts = random_requests(engine, [(a.prompt_tokens, a.output_tokens) for a in arrivals])
@@ -80,9 +81,10 @@ def serve(engine: Engine, arrivals: Sequence[Arrival], *, until: float = float("
     if not timeline.seconds:
         raise ValueError(f"no request could be served: {next(r.error for r in results)}")
     counters = dict(engine.get_metrics())
-    for number, result in enumerate(results[:next_arrival]):
+    for number, result in enumerate(results):
         if not result.latency and not result.error:
             engine.abort(str(number))
+            result.error = NOT_DONE
     while engine.has_unfinished_requests():
         engine.step()
     return RunResult(results, timeline, counters, engine.experts.num_experts)
@@ -110,8 +112,7 @@ def _record(
 
 def load(args: argparse.Namespace, max_model_len: int) -> Engine:
     """The engine that a command asks for, under the default policy."""
-    known = study.DATA / "configs" / f"{args.model}.json"
-    model = known if known.is_file() else Path(args.model)
+    model = study.config_path(args.model)
     memory: dict[str, Any] = {"page_pool_bytes": args.page_pool_bytes}
     if args.page_pool_bytes is None:
         device = jax.devices()[0]
@@ -137,26 +138,39 @@ def measure(
     for name, arguments in policies.items():
         try:
             engine.reconfigure(**{"expert_offload_limit": "auto", **arguments})
-            outcomes[name] = serve(engine, arrivals, until=seconds)
+            result = serve(engine, arrivals, until=seconds)
         except ValueError as error:
             outcomes[name] = str(error)
+        else:
+            if left := sum(request.error == NOT_DONE for request in result.requests):
+                # Its figures are of those that were done, so that nobody must take them for the others'.
+                tokens = sum(result.timeline.tokens) / result.seconds
+                name = f"{name} (ended after {seconds:g} s at {tokens:.0f} tok/s with {left} requests left)"
+            outcomes[name] = result
         print(study.table({name: outcomes[name]}).splitlines()[-1], flush=True)
     return outcomes
 
 
-def conversations(args: argparse.Namespace) -> tuple[list[Arrival], dict[str, dict[str, Any]], int, str]:
-    """`case_study`: requests, policies, the longest sequence, and what the pictures say."""
+class Load(NamedTuple):
+    """What a study serves, and how."""
+
+    arrivals: list[Arrival]
+    policies: dict[str, dict[str, Any]]
+    """Fields of `EngineConfig` by name."""
+    max_model_len: int
+    what: str
+    """For titles."""
+
+
+def conversations(args: argparse.Namespace) -> Load:
+    """Of `case_study`."""
     arrivals = study.conversations(args.requests)
-    return (
-        arrivals,
-        case_study.policies(study.find_model(args.model)),
-        8192,
-        f"{len(arrivals)} requests at once",
-    )
+    policies = case_study.policies(study.find_model(args.model))
+    return Load(arrivals, policies, 8192, f"{len(arrivals)} requests at once")
 
 
-def bursts(args: argparse.Namespace) -> tuple[list[Arrival], dict[str, dict[str, Any]], int, str]:
-    """`trace_replay`: the same."""
+def bursts(args: argparse.Namespace) -> Load:
+    """Of `trace_replay`."""
     arrivals = study.bursts(args.requests, args.time_scale)
     cut = args.cut
     if cut is None:
@@ -172,12 +186,10 @@ def bursts(args: argparse.Namespace) -> tuple[list[Arrival], dict[str, dict[str,
         "elastic, watermark": {"memory_policy": "elastic", "adjuster_policy": "watermark"},
     }
     what = f"{len(arrivals):,} requests of Azure's code trace, {args.time_scale:g} times slower"
-    return arrivals, policies, trace_replay.MAX_MODEL_LEN, what
+    return Load(arrivals, policies, trace_replay.MAX_MODEL_LEN, what)
 
 
-STUDIES: dict[
-    str, Callable[[argparse.Namespace], tuple[list[Arrival], dict[str, dict[str, Any]], int, str]]
-] = {
+STUDIES: dict[str, Callable[[argparse.Namespace], Load]] = {
     "case_study": conversations,
     "trace_replay": bursts,
 }
@@ -185,6 +197,8 @@ STUDIES: dict[
 
 def run(args: argparse.Namespace) -> None:
     """Measure, save, draw."""
+    if not args.seconds > 0:
+        raise ValueError(f"--seconds is {args.seconds:g}, it must be above 0")
     arrivals, policies, longest, what = STUDIES[args.study](args)
     if unknown := set(args.policies or ()) - set(policies):
         raise ValueError(
@@ -202,12 +216,12 @@ def run(args: argparse.Namespace) -> None:
     content = {
         "simulated": False,
         "study": args.study,
-        "model": Path(args.model).stem,
+        "model": study.short_name(args.model),
         "weights": weights,
         "device": device.device_kind,
         "jax": jax.__version__,
         "pool_bytes": engine.plan.pool_bytes,
-        "title": f"{what}\n{Path(args.model).stem}, measured: {device.device_kind}, {gib:.1f} GiB of pages, "
+        "title": f"{what}\n{study.short_name(args.model)}, measured: {device.device_kind}, {gib:.1f} GiB of pages, "
         f"{weights} weights",
         "runs": {
             name: outcome if isinstance(outcome, str) else dataclasses.asdict(outcome)
@@ -222,9 +236,11 @@ def run(args: argparse.Namespace) -> None:
 def draw(args: argparse.Namespace) -> None:
     """Table and pictures of what an earlier run wrote."""
     content = json.loads(args.file.read_text())
-    if content.get("simulated", True) or "title" not in content:
-        raise ValueError(f"{args.file} is not what `measured` writes")
-    print(study.table(_outcomes(content)))
+    try:
+        outcomes = _outcomes(content)
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError(f"{args.file} is not what `measured` writes of a run") from None
+    print(study.table(outcomes))
     if args.output is not None:
         _draw(content, args.output)
 

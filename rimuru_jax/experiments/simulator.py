@@ -14,6 +14,7 @@ from rimuru_jax.config import EngineConfig
 from rimuru_jax.controller import (
     HostController,
     element_bytes,
+    expert_bytes,
     fingerprint,
     hotset_profile,
     layout_for,
@@ -84,7 +85,7 @@ class Simulation:
             raise ValueError("a simulation needs page_pool_bytes: no device says how much memory there is")
         self.plan = plan_for(model, config)
         self._config, self._card = config, card
-        on_host = self.plan.expert_pages * self.plan.page_bytes > config.page_pool_bytes
+        on_host = expert_bytes(model, self.plan.layout) > config.page_pool_bytes
         self._cost = CostModel(
             model, element_bytes(config), card, shares, fused=fused, experts_on_host=on_host
         )

@@ -80,9 +80,9 @@ def figures(result: RunResult) -> dict[str, float]:
         "completed": found["completed"],
         "output_throughput": found["output_throughput"],
         "mean_tpot_ms": found.get("mean_tpot_ms", 0.0),
-        "p50_ttft_s": found["p50_ttft_ms"] / 1000,
-        "p99_ttft_s": found["p99_ttft_ms"] / 1000,
-        "mean_e2el_s": found["mean_e2el_ms"] / 1000,
+        "p50_ttft_s": found.get("p50_ttft_ms", 0.0) / 1000,
+        "p99_ttft_s": found.get("p99_ttft_ms", 0.0) / 1000,
+        "mean_e2el_s": found.get("mean_e2el_ms", 0.0) / 1000,
         "host_gib": sum(result.timeline.host_bytes) / 2**30,
         "preemptions": result.counters["num_preemptions"],
         "experts_given_up": result.counters["expert_shrinks"],
@@ -125,17 +125,27 @@ def conversations(count: int) -> list[Arrival]:
 
 
 def bursts(count: int, time_scale: float) -> list[Arrival]:
-    """Of Azure's trace of code completion, `time_scale` times slower than they came."""
+    """Of Azure's trace of code completion, `time_scale` times slower than they came.
+
+    Raises ValueError when that is not above 0.
+    """
+    if not time_scale > 0:
+        raise ValueError(f"--time-scale is {time_scale:g}, it must be above 0")
     return [
         Arrival(time_scale * (r.arrival or 0.0), r.prompt_tokens, r.output_tokens)
         for r in trace_lengths(BURSTS, count)
     ]
 
 
+def config_path(name: str) -> Path:
+    """Of one of the configs in `data/` by its name, or the path that `name` is."""
+    ours = DATA / "configs" / f"{name}.json"
+    return ours if ours.is_file() else Path(name)
+
+
 def find_model(name: str) -> ModelConfig:
     """By the name of one of the configs in `data/`, or by path."""
-    ours = DATA / "configs" / f"{name}.json"
-    return parse_config(read_config(ours if ours.is_file() else Path(name)))
+    return parse_config(read_config(config_path(name)))
 
 
 def arguments(
@@ -183,18 +193,19 @@ def case_of(args: argparse.Namespace, arrivals: Sequence[Arrival], max_model_len
 def title(args: argparse.Namespace, case: Case, what: str) -> str:
     """Of a picture: what was simulated, and on what."""
     gib = case.device_bytes / 2**30
-    return f"{what}\n{_name(args)}, simulated: {case.card.name} with {gib:g} GiB, {args.routing} routing"
+    return f"{what}\n{short_name(args.model)}, simulated: {case.card.name} with {gib:g} GiB, {args.routing} routing"
 
 
-def _name(args: argparse.Namespace) -> str:
-    return Path(args.model).name.removesuffix(".json")
+def short_name(model: str) -> str:
+    """Of a model given by name or path."""
+    return Path(model).name.removesuffix(".json")
 
 
 def save(args: argparse.Namespace, case: Case, name: str, content: Mapping[str, Any]) -> None:
     """Write `name`.json into the folder for output: the conditions, and whatever was found."""
     conditions = {
         "simulated": True,
-        "model": _name(args),
+        "model": short_name(args.model),
         "card": dataclasses.asdict(case.card),
         "device_memory": case.device_bytes,
         "routing": args.routing,

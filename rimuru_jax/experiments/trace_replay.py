@@ -52,8 +52,6 @@ def best(runs: Mapping[int, RunResult], figure: str) -> int:
 
 
 def replay(args: argparse.Namespace) -> None:
-    if not args.time_scale > 0:
-        raise ValueError(f"--time-scale is {args.time_scale:g}, it must be above 0")
     case = study.case_of(args, study.bursts(args.requests, args.time_scale), MAX_MODEL_LEN)
     tried = limits(case)
     even, bursty = (cuts(case, arrivals, tried) for arrivals in (steady(case.arrivals), case.arrivals))

@@ -10,7 +10,8 @@ is what keeps the next pass from shrinking again for the same shortage. With the
     R_b > 0          shrink ceil((R_b + 1) / m) experts           leaves F_b in 1 .. m
     F_b < 2          shrink one expert                            leaves F_b in m .. m + 1
     F_b in 2..4m-1   hold                                         the dead zone (2..11 for m = 3)
-    F_b >= 4m        expand min(max_expansion, floor((F_b - 3m) / m))         leaves F_b >= 3m
+    F_b >= 4m        expand floor((F_b - 3m) / m), at most        leaves F_b >= 3m
+                     max_expansion
 
 Growth also counts the pages of loading buffers that it makes needless, since these return to the surplus.
 

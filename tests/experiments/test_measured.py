@@ -46,6 +46,7 @@ def test_what_is_not_done_in_time_is_ended(engine, monkeypatch):
     result = serve(engine, [Arrival(0.0, 8, 50), Arrival(60.0, 8, 50)], until=20)
     assert 1 < result.requests[0].output_tokens < 20
     assert [request.latency for request in result.requests] == [0, 0]
+    assert [request.error for request in result.requests] == [measured.NOT_DONE] * 2
     assert not engine.has_unfinished_requests()
     used = engine.allocator.ledger().kinds["kv"]
     assert used.used == 0
