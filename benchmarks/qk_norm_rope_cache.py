@@ -49,7 +49,7 @@ def inputs(tokens: int) -> dict[str, Any]:
     return {
         "qkv": qkv,
         "tables": [jnp.asarray(table, jnp.int32) for table in tables],
-        "weights": [tuple(jnp.ones((2, H), jnp.bfloat16)) for _ in range(LAYERS)],
+        "weights": [jnp.ones(2 * H, jnp.bfloat16) for _ in range(LAYERS)],
         "rows": jnp.asarray(np.arange(tokens) // per_row, jnp.int32),
         "positions": jnp.asarray(position, jnp.int32),
         "query_start": jnp.arange(rows + 1, dtype=jnp.int32) * per_row,
@@ -69,7 +69,7 @@ def program(side: Any) -> Any:
                 KV,
                 table,
                 num_heads=HEADS,
-                head_norm=HeadNorm(weight[0], weight[1], 1e-6, "plain"),
+                head_norm=HeadNorm(weight, 1e-6, "plain"),
                 **rest,
             )
             queries.append(q)

@@ -28,10 +28,11 @@ def attention(
         gate = qkv[:, : 2 * heads * h].reshape(tokens, heads, 2, h)[:, :, 1].astype(x.dtype)
     if layer.qk_norm == "full":
         q, k, v = jnp.split(qkv.astype(x.dtype), [heads * h, (heads + kv_heads) * h], axis=-1)
-        q, k = norm(q, params["q_norm"], config), norm(k, params["k_norm"], config)
+        q_weight, k_weight = jnp.split(params["qk_norm"], [heads * h])
+        q, k = norm(q, q_weight, config), norm(k, k_weight, config)
         qkv = jnp.concatenate([q, k, v], axis=-1)
     elif layer.qk_norm == "head":
-        head_norm = HeadNorm(params["q_norm"], params["k_norm"], config.rms_norm_eps, config.norm)
+        head_norm = HeadNorm(params["qk_norm"], config.rms_norm_eps, config.norm)
 
     view, page_table = step.page_table("kv", index["kv"])
     q, pool = qk_norm_rope_cache(

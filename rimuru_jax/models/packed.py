@@ -41,7 +41,7 @@ from rimuru_jax.models.durable import canonical_json, is_disk_full, locked, read
 from rimuru_jax.models.registry import parse_config, tensor_names
 from rimuru_jax.models.weights import resident_sources
 
-VERSION = 1
+VERSION = 2
 
 _FORMAT = "rimuru_jax packed checkpoint"
 _MANIFEST = "manifest.json"

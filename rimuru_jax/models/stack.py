@@ -4,7 +4,7 @@ Repeating runs of layers become one `lax.scan` each, so that compile time follow
 pool is carried through all of them and written in place.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +36,31 @@ from rimuru_jax.models.weights import resident_sources
 type StackParams = Mapping[str, Any]
 """{"embedding", "final_norm", "head"?, "segments": one tuple per segment of one stacked `LayerParams` per layer}.
 
-Of `unroll_params`, segments are lists of such tuples, not stacked, one for each repetition."""
+Of `unroll_params`, segments are `Unrolled`."""
+
+IN_FUSIONS = frozenset({"input_norm", "ffn_norm"})
+"""Parameters that XLA's own kernels alone read, which take a row of all layers' as it is."""
+
+
+class Unrolled(NamedTuple):
+    """Parameters of a segment for a program without loops.
+
+    The host looks at whatever a program takes at every call (3 us each), so not all are each layer's own. Other kernels
+    want whole arrays, though: what XLA has to cut for them, it gives a GPU's graph anew at every step.
+    """
+
+    layers: list[tuple[dict[str, Any], ...]]
+    """For each repetition the layers of the pattern."""
+    stacked: tuple[dict[str, Any], ...]
+    """IN_FUSIONS of each layer of the pattern, stacked as before."""
+
+    def repetitions(self) -> Iterator[tuple[dict[str, Any], ...]]:
+        """All parameters, as layers know them."""
+        for i, layers in enumerate(self.layers):
+            yield tuple(
+                own | {name: leaf[i] for name, leaf in shared.items()}
+                for own, shared in zip(layers, self.stacked, strict=True)
+            )
 
 
 class Segment(NamedTuple):
@@ -86,18 +110,16 @@ def stack_params(
 
 
 def unroll_params(params: StackParams, rows: Callable[[Any], Sequence[Any]]) -> StackParams:
-    """The same parameters with each layer's on their own, for a program without loops; `rows` takes a stacked leaf apart."""
-    unrolled = []
-    for pattern in params["segments"]:
-        parts = [{name: rows(leaf) for name, leaf in layer.items()} for layer in pattern]
+    """The same parameters for a program without loops; `rows` takes a stacked leaf apart."""
+
+    def unroll(pattern: tuple[dict[str, Any], ...]) -> Unrolled:
+        stacked = tuple({name: layer[name] for name in layer if name in IN_FUSIONS} for layer in pattern)
+        parts = [{name: rows(layer[name]) for name in layer if name not in IN_FUSIONS} for layer in pattern]
         repeats = len(next(iter(parts[0].values())))
-        unrolled.append(
-            [
-                tuple({name: leaf[i] for name, leaf in layer.items()} for layer in parts)
-                for i in range(repeats)
-            ]
-        )
-    return {**params, "segments": tuple(unrolled)}
+        layers = [tuple({name: x[i] for name, x in layer.items()} for layer in parts) for i in range(repeats)]
+        return Unrolled(layers, stacked)
+
+    return {**params, "segments": tuple(map(unroll, params["segments"]))}
 
 
 class StackOutput(NamedTuple):
@@ -181,8 +203,10 @@ def forward(
             stacked_decisions = jax.tree.map(lambda *x: jnp.stack(x), *decisions) if decisions else None
             return (hidden, pool, counters), stacked_decisions
 
-        if isinstance(layers, list):
-            (hidden, pool, counters), decisions = _unrolled(run, (hidden, pool, counters), layers)
+        if isinstance(layers, Unrolled):
+            (hidden, pool, counters), decisions = _unrolled(
+                run, (hidden, pool, counters), layers.repetitions()
+            )
         else:
             (hidden, pool, counters), decisions = lax.scan(
                 run, (hidden, pool, counters), layers, length=repeats
@@ -209,7 +233,7 @@ def param_shapes(config: ModelConfig, dtype: Dtype) -> dict[str, Any]:
     return stack_params(config, parameter_tree(config, leaves), stack)
 
 
-def _unrolled(run: Callable[..., Any], carry: Any, xs: Sequence[Any]) -> tuple[Any, Any]:
+def _unrolled(run: Callable[..., Any], carry: Any, xs: Iterable[Any]) -> tuple[Any, Any]:
     """`lax.scan` without a loop. The body is traced and lowered once all the same."""
     body, outputs = jax.jit(run), []
     for x in xs:

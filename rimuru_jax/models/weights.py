@@ -135,9 +135,9 @@ def attention_sources(
     if attention.output_bias:
         sources["attention_output_bias"] = TensorSource((f"{output}.bias",), ((hidden,),))
     if attention.qk_norm:
-        full = attention.qk_norm == "full"
-        sources["q_norm"] = TensorSource((prefix + names.q_norm,), ((q if full else attention.head_dim,),))
-        sources["k_norm"] = TensorSource((prefix + names.k_norm,), ((kv if full else attention.head_dim,),))
+        sizes = (q, kv) if attention.qk_norm == "full" else (attention.head_dim, attention.head_dim)
+        norms = prefix + names.q_norm, prefix + names.k_norm
+        sources["qk_norm"] = TensorSource(norms, tuple((size,) for size in sizes))
     if attention.sinks:
         sources["sinks"] = TensorSource((f"{prefix}sinks",), ((attention.num_heads,),))
     return sources

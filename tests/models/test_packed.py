@@ -73,7 +73,7 @@ def test_format_read_without_our_code(source: Path, target: Path) -> None:
                 assert checksums[page] == zlib.crc32(content)
                 page += 1
     manifest = json.loads((target / "manifest.json").read_text())
-    assert manifest["conversion"]["version"] == 1
+    assert manifest["conversion"]["version"] == 2
     assert manifest["conversion"]["dtype"] == "bfloat16"
     assert manifest["conversion"]["config"] == json.loads((source / "config.json").read_text())
     assert (manifest["pages"], manifest["page_bytes"]) == (NUM_PAGES, PAGE_BYTES)
@@ -228,9 +228,9 @@ def test_unfinished_and_other_dtype_and_version(source: Path, target: Path) -> N
     assert "holds weights in bfloat16, but float32 was asked for" in refusal(target, dtype="float32")
     manifest = durable.read_json(target / "manifest.json")
     assert manifest is not None
-    manifest["conversion"]["version"] = 2
+    manifest["conversion"]["version"] = 1
     durable.write_json(target / "manifest.json", manifest)
-    assert "is of packed format 2, but this rimuru_jax reads 1" in refusal(target)
+    assert "is of packed format 1, but this rimuru_jax reads 2" in refusal(target)
     (target / "manifest.json").unlink()
     assert "unfinished; run `rimuru convert` again" in refusal(target)
 

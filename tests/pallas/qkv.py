@@ -51,7 +51,7 @@ class Case:
         qkv[self.tokens :] = np.nan
         angles = rng.normal(size=(tokens, self.half)) * 3
         rotation = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-        weights = tuple(rng.normal(size=(2, self.h)).astype(jnp.bfloat16))
+        weights = rng.normal(size=2 * self.h).astype(jnp.bfloat16)
         last = np.full(self.padding, len(self.rows) - 1)
         return {
             "qkv": qkv.astype(jnp.dtype(self.qkv_dtype)),
@@ -79,7 +79,7 @@ class Case:
         """A function of (pool, **inputs) to jit."""
 
         def call(pool, qkv, weights, **rest):
-            norm = None if weights is None else HeadNorm(weights[0], weights[1], EPS, self.norm)
+            norm = None if weights is None else HeadNorm(weights, EPS, self.norm)
             return operator(qkv, pool, self.view, num_heads=self.heads, head_norm=norm, **rest, **options)
 
         return call
@@ -99,7 +99,7 @@ class Case:
                 x
                 / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + EPS)
                 * (weight.astype(np.float64) + offset)
-                for x, weight in zip((q, k), given["weights"], strict=True)
+                for x, weight in zip((q, k), np.split(given["weights"], 2), strict=True)
             )
         if self.half:
             cos, sin = (x[: self.tokens, None].astype(np.float64) for x in given["rotation"])

@@ -93,8 +93,8 @@ HOST_PAGES: Shapes = {"host_pages": ((48 * 128 * 3, EXPERT.words), jnp.uint16)}
 
 
 def qk_norm_rope_cache(tokens: int, rows: int) -> Case:
-    def operator(pool, q_weight, k_weight, cos, sin, **rest):
-        norm = HeadNorm(q_weight, k_weight, 1e-6, "plain")
+    def operator(pool, weights, cos, sin, **rest):
+        norm = HeadNorm(weights, 1e-6, "plain")
         return heads.qk_norm_rope_cache(
             pool=pool, view=KV, num_heads=32, head_norm=norm, rotation=(cos, sin), **rest
         )
@@ -107,8 +107,7 @@ def qk_norm_rope_cache(tokens: int, rows: int) -> Case:
             "rows": ((tokens,), jnp.int32),
             "positions": ((tokens,), jnp.int32),
             "query_start": ((rows + 1,), jnp.int32),
-            "q_weight": ((128,), jnp.bfloat16),
-            "k_weight": ((128,), jnp.bfloat16),
+            "weights": ((256,), jnp.bfloat16),
             "cos": ((tokens, 64), jnp.float32),
             "sin": ((tokens, 64), jnp.float32),
         },

@@ -65,6 +65,11 @@ def test_errors():
         ValueError, match=r"qkv has 64 columns, but 3 query heads .* want 56, or 80 with gates"
     ):
         jax.jit(dataclasses.replace(case, heads=3).run())(pool, **case.inputs)
+    narrow = {**case.inputs, "weights": np.ones(8, np.float32)}
+    with pytest.raises(
+        ValueError, match=r"weights of the norm have shape \(8,\), but heads of 8 want \(16,\)"
+    ):
+        jax.jit(case.run())(pool, **narrow)
     wide = {**case.inputs, "rotation": (np.ones((5, 5), np.float32),) * 2}
     with pytest.raises(ValueError, match="a rotation of 10 dimensions does not fit heads of 8"):
         jax.jit(case.run())(pool, **wide)

@@ -54,6 +54,10 @@ def qk_norm_rope_cache(
             f"qkv has {qkv.shape[1]} columns, but {num_heads} query heads and KV pages of shape {view.page_shape} "
             f"want {widths[0]}, or {widths[1]} with gates"
         )
+    if head_norm is not None and head_norm.weights.shape != (2 * h,):
+        raise ValueError(
+            f"weights of the norm have shape {head_norm.weights.shape}, but heads of {h} want ({2 * h},)"
+        )
     if rotation is not None and 2 * rotation[0].shape[1] > h:
         raise ValueError(f"a rotation of {2 * rotation[0].shape[1]} dimensions does not fit heads of {h}")
     refusal = mosaic_gpu.refusal(qkv, view, None if rotation is None else rotation[0].shape[1])

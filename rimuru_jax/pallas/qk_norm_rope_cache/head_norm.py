@@ -10,7 +10,7 @@ from rimuru_jax.pallas.rms_norm import NormStyle
 class HeadNorm(NamedTuple):
     """RMS norm over a head, as of `pallas.rms_norm`."""
 
-    q_weight: Float[Array, " h"]
-    k_weight: Float[Array, " h"]
+    weights: Float[Array, " 2h"]
+    """Of queries, then of keys."""
     eps: float
     style: NormStyle

@@ -90,11 +90,10 @@ def qk_norm_rope_cache(
         rows,  # [T]
         positions,  # [T]
         query_start,  # [S + 1]
-        *refs,  # weights [h] of norms, if any; cosines and sines [T half], if any; pool [P, words]; queries [T H h]
+        *refs,  # weights [2 h] of norms, if any; cosines and sines [T half], if any; pool [P, words]; queries [T H h]
     ):
         *small, pool, queries = refs
-        q_weight, k_weight = small[: len(norms)] or (None, None)
-        turning = small[len(norms) :]
+        weights, turning = small[: len(norms)], small[len(norms) :]
         block = lax.axis_index("block")
         token, part = lax.div(block, q_blocks + kv_blocks), lax.rem(block, q_blocks + kv_blocks)
         row, column = (
@@ -110,9 +109,9 @@ def qk_norm_rope_cache(
         def rounded(x):
             return x.astype(view.dtype).astype(jnp.float32)
 
-        def weights_of(weight):
+        def weights_from(start):
             """A section of [8, section] each, the same for all heads."""
-            whole = [read(weight, first + column) for first in range(0, h, section)]
+            whole = [read(weights[0], start + first + column) for first in range(0, h, section)]
             if style == "plain":
                 return [rounded(x) for x in whole]
             return [x + 1.0 for x in whole] if style == "zero_centred" else whole
@@ -139,18 +138,19 @@ def qk_norm_rope_cache(
                 for head, first in zip(groups, starts, strict=True)
             ]
 
-        def finish(loaded, weight):
-            """(which head, its sections as they came, and normalised and rotated) of what was loaded."""
-            weights = None if weight is None else weights_of(weight)
+        def finish(loaded, start):
+            """(which head, its sections as they came, and normalised and rotated) of what was loaded; weights of the norm
+            begin at `start`."""
+            own = weights_from(start) if weights else None
             factors = [read(part, token * section + column) for part in turning]
             for head, x in loaded:
-                turned = x if weights is None else normed(x, weights)
+                turned = x if own is None else normed(x, own)
                 yield head, x, rotated(turned, *factors) if turning else turned
 
         @pl.when(part < q_blocks)
         def _queries():
             loaded = load(part, q_turns, num_heads, 0, query_width)
-            for head, _, turned in finish(loaded, q_weight):
+            for head, _, turned in finish(loaded, 0):
                 for i, values in enumerate(turned):
                     place = (token * num_heads + head) * h + i * section + column
                     write(queries, place, values, head < num_heads)
@@ -162,7 +162,7 @@ def qk_norm_rope_cache(
             position, its_row = positions[token], rows[token]
             loaded = load(part - q_blocks, kv_turns, 2 * kv_heads, num_heads * query_width, h)
             page, offset = page_table[its_row, lax.div(position, page_tokens)], lax.rem(position, page_tokens)
-            for head, x, turned in finish(loaded, k_weight):
+            for head, x, turned in finish(loaded, h):
                 for i, (as_is, values) in enumerate(zip(x, turned, strict=True)):
                     place = (head * page_tokens + offset) * h + i * section + column
                     values = jnp.where(head < kv_heads, values, as_is)

@@ -29,8 +29,8 @@ def qk_norm_rope_cache(
     q = q.reshape(tokens, num_heads, -1)[:, :, :h]
     k, v = k.reshape(tokens, kv_heads, h), v.reshape(tokens, kv_heads, h)
     if head_norm is not None:
-        q = rms_norm(q, head_norm.q_weight, head_norm.eps, head_norm.style)
-        k = rms_norm(k, head_norm.k_weight, head_norm.eps, head_norm.style)
+        weights, eps, style = head_norm
+        q, k = rms_norm(q, weights[:h], eps, style), rms_norm(k, weights[h:], eps, style)
     if rotation is not None:
         q, k = rotate(q, *rotation), rotate(k, *rotation)
 
