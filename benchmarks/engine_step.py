@@ -63,7 +63,13 @@ def build(num_seqs: int, pool_mib: int) -> Engine:
         number += 1
         _, bucket = packed
         logits = np.broadcast_to(np.float32(0), (bucket.rows, VOCAB))
-        return StepOutputs(logits, nothing, counts[number % PREPARED], nothing)  # type: ignore[arg-type]
+        return StepOutputs(
+            logits=logits,  # type: ignore[arg-type]
+            hidden=nothing,
+            router_counts=counts[number % PREPARED],
+            slots=nothing,
+            greedy=SampledTokens(token_ids=tokens[number % PREPARED], finite=finite, logprobs=None),
+        )
 
     def sample(outputs: StepOutputs, inputs: Any, features: Any) -> SampledTokens:
         del outputs, inputs, features

@@ -157,6 +157,13 @@ def sample(logits: Float[Array, "S V"], inputs: SamplingInputs, features: Sampli
     return SampledTokens(token_ids=token_ids, finite=finite, logprobs=logprobs)
 
 
+def choose_greedily(logits: Float[Array, "S V"]) -> SampledTokens:
+    """What `sample` makes of float32 logits when nobody asks for more than the most probable token."""
+    token_ids = lax.argmax(logits, 1, jnp.int32)  # of a NaN, where there is one
+    largest = jnp.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0]
+    return SampledTokens(token_ids=token_ids, finite=jnp.isfinite(largest), logprobs=None)
+
+
 def choose(
     raw: Float[Array, "S V"], edited: Float[Array, "S V"], draws: Draws, *, random: bool, filters: bool
 ) -> tuple[Int[Array, "S"], Bool[Array, "S"]]:

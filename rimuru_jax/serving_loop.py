@@ -47,6 +47,7 @@ from rimuru_jax.sampling import (
     SamplingFeatures,
     SamplingInputs,
     TokenLogprobs,
+    choose_greedily,
     compute_logprobs,
     logprob_width,
 )
@@ -117,9 +118,11 @@ class StepOutputs(NamedTuple):
     router_counts: RouterCounts
     slots: Int32[Array, " S"]
     """Of each row; past the last slot for padding."""
+    greedy: SampledTokens
+    """The most probable tokens: what most steps want, without another program."""
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "decode"), donate_argnames=("pool",))
+@functools.partial(jax.jit, static_argnames=("spec", "decode"), donate_argnames=("pool", "last_tokens"))
 def step(
     params: StackParams,
     pool: Pool,
@@ -131,10 +134,11 @@ def step(
     *,
     spec: ModelSpec,
     decode: bool,
-) -> tuple[Pool, StepOutputs]:
-    """One forward pass over a batch. The pool is donated: use the one that comes back.
+) -> tuple[Pool, Int32[Array, " Q"], StepOutputs]:
+    """One forward pass over a batch. The pool and `last_tokens` are donated: use those that come back.
 
-    `last_tokens` are the ids sampled last for each slot, which take the place of IN_FLIGHT in the batch.
+    `last_tokens` are the ids sampled last for each slot, which take the place of IN_FLIGHT in the batch; those that come
+    back are the most probable ones.
     """
     # Cut out once: every kernel that cut its own operand from the batch would be made anew in a GPU's graph at every step.
     fields = jax.lax.optimization_barrier(batch.unpack())
@@ -144,14 +148,18 @@ def step(
     out = stack.forward(spec, params, pool, host_pages, tables, experts, fields, decode=decode)
     logits = stack.logits(spec, params, out.hidden[fields.logit_tokens])
     slots = jnp.where(fields.context_len > 0, fields.slots, last_tokens.shape[0])
-    return out.pool, StepOutputs(logits, out.hidden, out.router_counts, slots)
+    greedy = choose_greedily(logits)
+    outputs = StepOutputs(logits, out.hidden, out.router_counts, slots, greedy)
+    return out.pool, _remembered(last_tokens, slots, greedy.token_ids), outputs
 
 
-@functools.partial(jax.jit, donate_argnums=(0,))
-def _remember(
+def _remembered(
     last_tokens: Int32[Array, " Q"], slots: Int32[Array, " S"], tokens: Int32[Array, " S"]
 ) -> Int32[Array, " Q"]:
     return last_tokens.at[slots].set(tokens, mode="drop")
+
+
+_remember = functools.partial(jax.jit, donate_argnums=(0,))(_remembered)
 
 
 @jax.jit
@@ -363,8 +371,7 @@ class ServingLoop:
         # Everything is bound to the device from the start: what comes out of a step is, and programs tell the two apart.
         self.params: StackParams = jax.device_put(params, self._device)
         # Layers in a loop are dispatched one by one, which takes longer than a decode; prefills, of which there are many
-        # more buckets, give the host that time, and compile sooner. Each layer's parameters are arrays of their own:
-        # where a program cuts its operands from larger arrays, the driver is told anew at every step.
+        # more buckets, give the host that time, and compile sooner.
         self._decode_params = unroll_params(self.params, device_rows) if self._on_gpu else self.params
         self.host_pages: HostPages = device_view(host_pages)
         self.pool: Pool = jax.device_put(
@@ -536,7 +543,7 @@ class ServingLoop:
         batch, bucket = packed
         experts = self.experts if loads_ahead else self.experts_in_place
         arguments = (*self._arguments(bucket, experts), batch, self.last_tokens)
-        self.pool, outputs = self._programs(
+        self.pool, self.last_tokens, outputs = self._programs(
             _name(bucket), step, *arguments, spec=self.spec, decode=bucket.decode
         )
         self._running["step"] = outputs.slots
@@ -545,7 +552,12 @@ class ServingLoop:
     def sample(
         self, outputs: StepOutputs, inputs: SamplingInputs, features: SamplingFeatures
     ) -> SampledTokens:
-        """Choose the next token of each row, as `build_sampling_inputs` describes them; the next step may follow at once."""
+        """Choose the next token of each row, as `build_sampling_inputs` describes them; the next step may follow at once.
+
+        Without this, the next step goes on with the most probable ones.
+        """
+        if features == SamplingFeatures():
+            return outputs.greedy
         sampled = self._sampler(outputs.logits, inputs, features)
         self.last_tokens = _remember(self.last_tokens, outputs.slots, sampled.token_ids)
         self._running["sampler"] = sampled.token_ids

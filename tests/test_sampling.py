@@ -18,6 +18,7 @@ from rimuru_jax.sampling import (
     SamplingFeatures,
     SamplingRow,
     build_sampling_inputs,
+    choose_greedily,
     compute_logprobs,
     edit_logits,
     kept_tokens,
@@ -60,11 +61,13 @@ def row(
 
 
 def run(logits: np.ndarray, rows: list[SamplingRow]) -> SampledTokens:
-    """As a whole, and by the programs of the sampler."""
+    """As a whole, by the programs of the sampler, and as a step does it where that is enough."""
     inputs, features = build_sampling_inputs(rows, *logits.shape)
     whole = sample_jit(jnp.asarray(logits), inputs, features=features)
     parts = Sampler(Programs(None, None, shared=True), logits.shape[1])(jnp.asarray(logits), inputs, features)
     jax.tree.map(np.testing.assert_array_equal, whole, parts)
+    if features == SamplingFeatures():
+        jax.tree.map(np.testing.assert_array_equal, whole, choose_greedily(jnp.asarray(logits)))
     return whole
 
 

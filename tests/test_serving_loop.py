@@ -1,5 +1,7 @@
 """The device side alone: packing, buckets, and what a running step never sees change."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,7 +129,7 @@ def test_layers_without_a_loop_are_those_of_the_loop(model):
     packed, bucket = pack([Chunk(1, [5, 6, 7, 8, 9], 0)])
     arguments = (loop.pool, loop.host_pages, loop.tables, loop.experts, packed, loop.last_tokens)
     params = unroll_params(loop.params, list)
-    _, outputs = step(params, *arguments, spec=loop.spec, decode=bucket.decode)
+    *_, outputs = step(params, *arguments, spec=loop.spec, decode=bucket.decode)
     np.testing.assert_allclose(outputs.logits[0], looped, rtol=0, atol=1e-5)
 
 
@@ -152,9 +154,15 @@ def test_a_sampled_token_goes_on_without_the_host(model):
     known = loop.run(pack([Chunk(1, [int(tokens[1])], 2), Chunk(0, [int(tokens[0])], 3)])).logits
     np.testing.assert_array_equal(held, known)
     # A row of padding writes nobody's token.
+    before = int(loop.last_tokens[0])
     alone = loop.run(pack([Chunk(1, [3, 4, 5], 2)]))
     loop.sample(alone, *build_sampling_inputs([row], *alone.logits.shape))
-    assert loop.last_tokens[0] == tokens[0]
+    assert loop.last_tokens[0] == before
+    # What is asked for counts, not the most probable token, which the step had noted.
+    other = (int(alone.greedy.token_ids[0]) + 1) % alone.logits.shape[1]
+    asked = dataclasses.replace(row, params=SamplingParams(temperature=0, allowed_token_ids=[other]))
+    loop.sample(alone, *build_sampling_inputs([asked], *alone.logits.shape))
+    assert loop.last_tokens.tolist()[:2] == [before, other]
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
