@@ -110,7 +110,8 @@ def measure(
             cache.step_tables()
         if plan.chunks:
             cache.observe(router_counts, plan.num_tokens, len(plan.chunks))
-        for request in scheduler.update(plan, [1] * len(plan.chunks)):
+        for number in scheduler.update(plan, [1] * len(plan.chunks)):
+            request = plan.chunks[number].request
             if len(request.output_token_ids) == request.max_tokens:
                 scheduler.finish(request, "length")
         wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu

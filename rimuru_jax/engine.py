@@ -41,7 +41,7 @@ from rimuru_jax.models.stack import stack_params
 from rimuru_jax.outputs import FinishReason, Logprob, RequestOutput
 from rimuru_jax.prompt_logprobs import PromptPart, prompt_parts
 from rimuru_jax.request_state import Completion, Prompt, RequestState, token_logprobs
-from rimuru_jax.sampling import SampledTokens, SamplingFeatures, SamplingInputs, SamplingRow
+from rimuru_jax.sampling import SampledTokens, SamplingRow
 from rimuru_jax.sampling_params import SamplingParams
 from rimuru_jax.sampling_table import SamplingTable
 from rimuru_jax.serving_loop import IN_FLIGHT, Bucket, ServingLoop, StepOutputs, buckets, pack_rows
@@ -394,11 +394,10 @@ class Engine:
         self, plan: StepPlan, slots: list[int], outputs: StepOutputs, loads_ahead: bool
     ) -> "_RunningStep":
         """Start the choice of a step's tokens, all tokens before which are known by now."""
-        inputs, features = self._sampling_inputs(plan, slots, outputs.logits.shape[0])
         in_pool, buffered = self._places[loads_ahead]
         step = _RunningStep(
             plan=plan,
-            sampled=self.loop.sample(outputs, inputs, features),
+            sampled=self._choose(plan, np.array(slots), outputs),
             router_counts=outputs.router_counts,
             prompt_logprobs=list(prompt_parts(self.loop, plan, outputs, self._completions)),
             in_pool=in_pool,
@@ -408,18 +407,20 @@ class Engine:
             array.copy_to_host_async()
         return step
 
-    def _sampling_inputs(
-        self, plan: StepPlan, slots: list[int], num_rows: int
-    ) -> tuple[SamplingInputs, SamplingFeatures]:
+    def _choose(self, plan: StepPlan, slots: np.ndarray, outputs: StepOutputs) -> SampledTokens:
         def row(i: int) -> SamplingRow | None:
             found = self._completions.get(plan.chunks[i].request)
             return found[1].sampling_row() if found else None  # None: ended while its step was on the way
 
         for i, chunk in enumerate(plan.chunks[plan.num_decodes :], plan.num_decodes):
             if chunk.start == 0 and (first := row(i)) is not None:
-                self._sampling.set(slots[i], first)
+                self._sampling.set(int(slots[i]), first)
+        if self._sampling.all_greedy(slots):
+            return outputs.greedy
         context_len = np.array([chunk.start + chunk.num_tokens for chunk in plan.chunks])
-        return self._sampling.inputs(np.array(slots), context_len, num_rows, row)
+        return self.loop.sample(
+            outputs, *self._sampling.inputs(slots, context_len, outputs.logits.shape[0], row)
+        )
 
     def _pack(self, plan: StepPlan, slots: list[int]) -> tuple[PackedBatch, Bucket]:
         """A decode goes on with the token that was sampled last for its slot, whether the host knows it by now or not."""
@@ -442,11 +443,10 @@ class Engine:
         self._count_experts(step, step.plan.num_tokens, len(chunks))
 
         tokens = sampled.token_ids[: len(chunks)]  # padding rows sampled too
-        row_of = {chunk.request: row for row, chunk in enumerate(chunks)}
         now, completions = time.monotonic(), self._completions
         values, finite = tokens.tolist(), sampled.finite.tolist()
-        for request in self.scheduler.update(step.plan, values):
-            row = row_of[request]
+        for row in self.scheduler.update(step.plan, values):
+            request = chunks[row].request
             state, completion = completions[request]
             changed[state.request_id] = state
             if not finite[row]:

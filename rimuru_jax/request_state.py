@@ -77,13 +77,17 @@ class Completion:
     def accept(self, token_id: int) -> FinishReason | None:
         """Take in the newest output token; return why the completion ends with it, if it does."""
         request, params = self.request, self.params
+        full = len(request.output_token_ids) >= self.most_tokens
+        ends = token_id in self.stop_token_ids
+        # In nearly every step of nearly every request there is nothing else to look at.
+        if not (ends or full or self.grammar is not None or params.stop):
+            return None
         if self.grammar is not None:
             self.grammar.accept(token_id)
             if self.grammar.error is not None:
                 self._silent_end = True
                 self.stop_reason = f"structured_outputs: {self.grammar.error}"
                 return "error"
-        ends = token_id in self.stop_token_ids
         named = ends and token_id in (params.stop_token_ids or ())
         self._silent_end = ends and not named
         if params.stop and self.detokenizer is not None:
@@ -96,7 +100,7 @@ class Completion:
             return "stop"
         if self.grammar is not None and self.grammar.done:
             return "stop"
-        return "length" if len(request.output_token_ids) >= self.most_tokens else None
+        return "length" if full else None
 
     def close(self) -> None:
         """Release text that was held back; call it once, when the completion has ended."""

@@ -44,6 +44,11 @@ class SamplingTable:
         self._is_edited[slot] = features.biases or features.token_mask or features.penalties
         self._num_logprobs[slot] = -1 if features.num_logprobs is None else features.num_logprobs
 
+    def all_greedy(self, slots: np.ndarray) -> bool:
+        """Whether nobody at these slots asks for more than the most probable token."""
+        asks = self._random[slots] | self._is_edited[slots] | (self._num_logprobs[slots] >= 0)
+        return not asks.any()
+
     def inputs(
         self,
         slots: np.ndarray,

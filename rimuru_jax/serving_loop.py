@@ -554,10 +554,8 @@ class ServingLoop:
     ) -> SampledTokens:
         """Choose the next token of each row, as `build_sampling_inputs` describes them; the next step may follow at once.
 
-        Without this, the next step goes on with the most probable ones.
+        Without this call, the next step goes on with `outputs.greedy`.
         """
-        if features == SamplingFeatures():
-            return outputs.greedy
         sampled = self._sampler(outputs.logits, inputs, features)
         self.last_tokens = _remember(self.last_tokens, outputs.slots, sampled.token_ids)
         self._running["sampler"] = sampled.token_ids

@@ -67,8 +67,11 @@ def test_a_step_starts_before_the_tokens_of_the_last_one_are_read(engine, monkey
     note("run", engine.loop)
     note("_deliver", engine)
     note("sample", engine.loop)
-    engine.generate([prompt(3)], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
-    assert order == ["run", "sample", *["run", "_deliver", "sample"] * 2, "_deliver"]
+    for temperature in (0.7, 0):
+        params = SamplingParams(temperature=temperature, max_tokens=3, ignore_eos=True)
+        engine.generate([prompt(3)], params, use_tqdm=False)
+    drawn = ["run", "sample", *["run", "_deliver", "sample"] * 2, "_deliver"]
+    assert order == [*drawn, "run", *["run", "_deliver"] * 2, "_deliver"], "greedy tokens come with the step"
 
 
 LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 48}

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rimuru_jax.sampling import SamplingRow, build_sampling_inputs
+from rimuru_jax.sampling import SamplingFeatures, SamplingRow, build_sampling_inputs
 from rimuru_jax.sampling_params import SamplingParams
 from rimuru_jax.sampling_table import SamplingTable
 
@@ -54,6 +54,9 @@ def test_equals_row_by_row(wanted, slots, before):
     found, features = table.inputs(np.array(slots[: len(now)]), context_len, 8, now.__getitem__)
     expected, expected_features = build_sampling_inputs(now, 8, VOCAB)
     assert features == expected_features
+    plain = all(row.params == SamplingParams(temperature=0.0) and row.token_mask is None for row in now)
+    assert table.all_greedy(np.array(slots[: len(now)])) == plain
+    assert not plain or features == SamplingFeatures()
     for (name, mine), theirs in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(mine, theirs, err_msg=jax.tree_util.keystr(name), strict=True)
 

@@ -131,7 +131,8 @@ class Simulation:
             now += seconds
             for request in plan.rejected:
                 results[request.arrival].error = "rejected"
-            for request in self._scheduler.update(plan, [0] * len(plan.chunks)):
+            for number in self._scheduler.update(plan, [0] * len(plan.chunks)):
+                request = plan.chunks[number].request
                 result = results[request.arrival]
                 if result.output_tokens == 0:
                     result.ttft = now - result.start

@@ -220,23 +220,24 @@ class Scheduler:
         self._metrics.add(counter)
         self._metrics.event(self._batch.step, name, request=request.request_id, reason=reason)
 
-    def update(self, plan: StepPlan, tokens: npt.ArrayLike) -> list[Request]:
+    def update(self, plan: StepPlan, tokens: npt.ArrayLike) -> list[int]:
         """Deliver the sampled tokens of a step.
 
         Args:
           plan: the step; steps are delivered in the order in which they were planned.
           tokens: int[chunks], one per chunk of the plan; the values of chunks that do not sample are ignored.
 
-        Returns the unfinished requests that got a token: the caller decides which of them are finished.
+        Returns the numbers of the chunks whose requests, unfinished so far, got a token: the caller decides which of them
+        are finished.
         """
         advanced = []
         values = np.asarray(tokens).tolist()  # plain integers, whatever came from the device
         finished = RequestStatus.FINISHED
-        for (request, _, _, samples), token in zip(plan.chunks, values, strict=True):
+        for number, ((request, _, _, samples), token) in enumerate(zip(plan.chunks, values, strict=True)):
             if samples and request.status is not finished:
                 request.num_in_flight -= 1
                 request.output_token_ids.append(token)
-                advanced.append(request)
+                advanced.append(number)
         self._metrics.add("generation_tokens", len(advanced))
         return advanced
 

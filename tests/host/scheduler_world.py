@@ -200,7 +200,8 @@ class World:
         plan, handed, copies = self._in_flight.popleft()
         for array, copy in zip(handed, copies, strict=True):
             assert np.array_equal(array, copy)
-        for request in self.scheduler.update(plan, [7] * len(plan.chunks)):
+        for number in self.scheduler.update(plan, [7] * len(plan.chunks)):
+            request = plan.chunks[number].request
             total = len(request.prompt_token_ids) + len(request.output_token_ids)
             assert len(request.output_token_ids) <= request.max_tokens
             assert total <= self.setup.max_model_len
