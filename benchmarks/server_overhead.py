@@ -2,11 +2,13 @@
 
     python benchmarks/server_overhead.py [--streams 64] [--prompt 32] [--tokens 16] [--repeats 3]
     python benchmarks/server_overhead.py --step-ms 17
+    python benchmarks/server_overhead.py --step-ms 17 --rounds 8
     python benchmarks/server_overhead.py --model tests/data/configs/Qwen3-30B-A3B.json --load-format dummy --tokens 128
 
 The embedded default model; with `--step-ms` a tiny one whose tokens wait until a device that takes so long for each step
-would have them; with `--model` that one. All requests come at once, greedy, token ids as prompts. Engine's own loop and
-server take turns with one engine; the client of the server is a process of its own.
+would have them; with `--model` that one. All requests come at once, greedy, token ids as prompts; with `--rounds` each
+stream sends one after another, of half to one and a half times the tokens, so that they end at different times. Engine's
+own loop and server take turns with one engine; the client of the server is a process of its own.
 
 Requests reach a server one after another, so that its first steps are smaller than the engine's. The columns `HTTP` leave
 that out: mean time to the first token, and of whole requests, as the client sees them less as the engine inside the server
@@ -52,7 +54,7 @@ class Times(NamedTuple):
 def build_engine(args: argparse.Namespace) -> Engine:
     limits: dict[str, Any] = {
         "max_num_seqs": args.streams,
-        "max_model_len": max(256, args.prompt + args.tokens),
+        "max_model_len": max(256, args.prompt + 2 * args.tokens),
         "max_num_batched_tokens": 2048,
     }
     if args.model:
@@ -82,23 +84,38 @@ def pace(one: Engine, seconds: float) -> None:
     one.loop.run, one._deliver = timed_run, timed_deliver  # type: ignore[method-assign]
 
 
-def prompts_of(args: argparse.Namespace) -> list[list[int]]:
-    return [
-        [1 + (7 * stream + place) % 250 for place in range(args.prompt)] for stream in range(args.streams)
-    ]
+def requests_of(args: argparse.Namespace) -> list[BenchRequest]:
+    requests = []
+    for number in range(args.streams * args.rounds):
+        prompt = [1 + (7 * number + place) % 250 for place in range(args.prompt)]
+        spread = args.tokens * (number * 37 % 64 - 32) // 64 if args.rounds > 1 else 0
+        requests.append(BenchRequest(prompt, len(prompt), args.tokens + spread))
+    return requests
 
 
 def through_engine(one: Engine, args: argparse.Namespace) -> Times:
-    params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
+    requests = requests_of(args)
     begin = time.perf_counter()
-    for number, prompt in enumerate(prompts_of(args)):
-        one.add_request(str(number), prompt, params)
-    first: dict[str, float] = {}
+    added, first = list[float](), dict[str, float]()
+
+    def add() -> None:
+        number = len(added)
+        if number < len(requests):
+            tokens = requests[number].output_tokens
+            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+            added.append(time.perf_counter())
+            one.add_request(str(number), requests[number].prompt, params)
+
+    for _ in range(args.streams):
+        add()
     while one.has_unfinished_requests():
         for output in one.step():
-            first.setdefault(output.request_id, time.perf_counter() - begin)
+            first.setdefault(output.request_id, time.perf_counter() - added[int(output.request_id)])
+            if output.finished:
+                add()
     seconds = time.perf_counter() - begin
-    return Times(statistics.median(first.values()), args.streams * args.tokens / seconds)
+    tokens = sum(request.output_tokens for request in requests)
+    return Times(statistics.median(first.values()), tokens / seconds)
 
 
 def through_server(one: Engine, args: argparse.Namespace) -> Times:
@@ -111,7 +128,16 @@ def through_server(one: Engine, args: argparse.Namespace) -> Times:
         config = ServerConfig(served_model_name="model")
         serving = asyncio.ensure_future(serve_until(stop, one, config, server_socket, 1.0, ready.set))
         await ready.wait()
-        sizes = ("--streams", args.streams, "--prompt", args.prompt, "--tokens", args.tokens)
+        sizes = (
+            "--streams",
+            args.streams,
+            "--rounds",
+            args.rounds,
+            "--prompt",
+            args.prompt,
+            "--tokens",
+            args.tokens,
+        )
         process = await asyncio.create_subprocess_exec(
             sys.executable, __file__, "--client", f"http://{host}:{port}", *map(str, sizes),
             stdout=asyncio.subprocess.PIPE, env={**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -143,15 +169,17 @@ def run_client(url: str, args: argparse.Namespace) -> Times:
     target = client.Target(
         base_url=url, endpoint="/v1/completions", backend="openai", model="model", body=body
     )
-    requests = [BenchRequest(prompt, len(prompt), args.tokens) for prompt in prompts_of(args)]
-    results, seconds = asyncio.run(client.run(target, requests, [0.0] * len(requests)))
-    for result in results:
-        if result.error or result.output_tokens != args.tokens:
-            sys.exit(f"{result.output_tokens} of {args.tokens} tokens came: {result.error}")
+    requests = requests_of(args)
+    results, seconds = asyncio.run(
+        client.run(target, requests, [0.0] * len(requests), max_concurrency=args.streams)
+    )
+    for request, result in zip(requests, results, strict=True):
+        if result.error or result.output_tokens != request.output_tokens:
+            sys.exit(f"{result.output_tokens} of {request.output_tokens} tokens came: {result.error}")
     after = engine_sums(url)
     return Times(
         statistics.median(result.ttft for result in results),
-        args.streams * args.tokens / seconds,
+        sum(request.output_tokens for request in requests) / seconds,
         statistics.mean(result.ttft for result in results) - (after[0] - before[0]) / len(results),
         statistics.mean(result.latency for result in results) - (after[1] - before[1]) / len(results),
     )
@@ -162,6 +190,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=1, help="requests of each stream")
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
@@ -178,7 +207,7 @@ def main() -> None:
     one = build_engine(args)
     device = jax.devices()[0].device_kind
     print(f"{device}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}, "
-          f"Python {sys.version.split()[0]}, {args.model or ('tiny' if args.step_ms else 'embedded')} model, {args.streams} streams of {args.prompt} + "
+          f"Python {sys.version.split()[0]}, {args.model or ('tiny' if args.step_ms else 'embedded')} model, {args.streams} streams of {args.rounds} x {args.prompt} + "
           f"{args.tokens} tokens; started in {time.perf_counter() - begin:.1f} s")  # fmt: skip
     heads = (
         "engine: TTFT ms",

@@ -1,6 +1,7 @@
 """Queues, clients that leave, faults and the end: nothing hangs, nothing is left over."""
 
 import asyncio
+import gc
 import json
 import signal
 import socket
@@ -21,6 +22,7 @@ from rimuru_jax.models.hybrid import hybrid, random_model
 from rimuru_jax.server.async_engine import AsyncEngine, EngineFailedError, QueueFullError, ShuttingDownError
 from rimuru_jax.server.config import ServerConfig
 from rimuru_jax.server.delivery import Delivery, Job
+from rimuru_jax.server.serve import listen
 from tests.models.tiny_checkpoints import write_checkpoint
 from tests.server.running import running
 
@@ -48,6 +50,34 @@ def check_idle(one: Engine) -> None:
     one.allocator.check_ledger()
     used = {name: counts.used for name, counts in one.allocator.ledger().kinds.items() if name != "expert"}
     assert used == dict.fromkeys(used, 0)
+
+
+def test_small_packets_are_sent_at_once():
+    """Else a first token waits for the acknowledgement of the headers before it, which clients hold back for 40 ms."""
+
+    async def connect() -> int:
+        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def note(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            accepted.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        async with await asyncio.start_server(note, sock=listen("127.0.0.1", 0)) as server:
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            try:
+                return await accepted
+            finally:
+                writer.close()
+
+    assert asyncio.run(connect())
+
+
+def test_what_was_there_before_is_not_collected_while_serving():
+    one, before = engine(), gc.get_freeze_count()  # Python itself freezes some at its start
+    with running(one):
+        assert gc.get_freeze_count() > before + 10_000
+    assert gc.get_freeze_count() <= before
 
 
 async def collect(served: AsyncEngine, name: str, prompt: list[int], max_tokens: int) -> list[int]:
