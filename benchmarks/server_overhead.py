@@ -89,7 +89,7 @@ def requests_of(args: argparse.Namespace) -> list[BenchRequest]:
     for number in range(args.streams * args.rounds):
         prompt = [1 + (7 * number + place) % 250 for place in range(args.prompt)]
         spread = args.tokens * (number * 37 % 64 - 32) // 64 if args.rounds > 1 else 0
-        requests.append(BenchRequest(prompt, len(prompt), args.tokens + spread))
+        requests.append(BenchRequest(prompt, len(prompt), max(1, args.tokens + spread)))
     return requests
 
 
@@ -128,18 +128,9 @@ def through_server(one: Engine, args: argparse.Namespace) -> Times:
         config = ServerConfig(served_model_name="model")
         serving = asyncio.ensure_future(serve_until(stop, one, config, server_socket, 1.0, ready.set))
         await ready.wait()
-        sizes = (
-            "--streams",
-            args.streams,
-            "--rounds",
-            args.rounds,
-            "--prompt",
-            args.prompt,
-            "--tokens",
-            args.tokens,
-        )
+        sizes = [f"--{name}={getattr(args, name)}" for name in ("streams", "rounds", "prompt", "tokens")]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, __file__, "--client", f"http://{host}:{port}", *map(str, sizes),
+            sys.executable, __file__, "--client", f"http://{host}:{port}", *sizes,
             stdout=asyncio.subprocess.PIPE, env={**os.environ, "JAX_PLATFORMS": "cpu"},
         )  # fmt: skip
         text, _ = await process.communicate()

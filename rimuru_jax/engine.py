@@ -408,6 +408,8 @@ class Engine:
         return step
 
     def _choose(self, plan: StepPlan, slots: np.ndarray, outputs: StepOutputs) -> SampledTokens:
+        """Start the sampler for what the rows ask for, if they ask for more than the step gives anyway."""
+
         def row(i: int) -> SamplingRow | None:
             found = self._completions.get(plan.chunks[i].request)
             return found[1].sampling_row() if found else None  # None: ended while its step was on the way

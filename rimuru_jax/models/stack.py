@@ -115,7 +115,7 @@ def unroll_params(params: StackParams, rows: Callable[[Any], Sequence[Any]]) -> 
     def unroll(pattern: tuple[dict[str, Any], ...]) -> Unrolled:
         stacked = tuple({name: layer[name] for name in layer if name in IN_FUSIONS} for layer in pattern)
         parts = [{name: rows(layer[name]) for name in layer if name not in IN_FUSIONS} for layer in pattern]
-        repeats = len(next(iter(parts[0].values())))
+        repeats = len(next(iter(pattern[0].values())))
         layers = [tuple({name: x[i] for name, x in layer.items()} for layer in parts) for i in range(repeats)]
         return Unrolled(layers, stacked)
 

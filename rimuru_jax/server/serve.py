@@ -4,7 +4,8 @@ import asyncio
 import gc
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import uvicorn
 
@@ -83,20 +84,28 @@ async def serve_until(
     running = asyncio.ensure_future(server._serve([server_socket]))  # `serve` without its own signal handlers
     while not server.started and not running.done():
         await asyncio.sleep(0.01)
-    # What there is now stays. Python's collector would walk all of it from time to time, and every stream wait 0.3 s.
-    gc.collect()
-    gc.freeze()
-    ready()
-    stopping = asyncio.ensure_future(stop.wait())
-    stats = asyncio.ensure_future(log_stats(engine)) if config.log_format == "json" else None
-    await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if stats is not None:
-        stats.cancel()
-    cut = await app.state.engine.drain(shutdown_timeout)
-    server.should_exit = True
-    await running
-    gc.unfreeze()
+    with _frozen_objects():
+        ready()
+        stopping = asyncio.ensure_future(stop.wait())
+        stats = asyncio.ensure_future(log_stats(engine)) if config.log_format == "json" else None
+        await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if stats is not None:
+            stats.cancel()
+        cut = await app.state.engine.drain(shutdown_timeout)
+        server.should_exit = True
+        await running
     if tracing is not None:
         await asyncio.to_thread(tracing.close)
     return cut
+
+
+@contextmanager
+def _frozen_objects() -> Iterator[None]:
+    """Leave what there is now to stay: Python's collector would walk all of it from time to time, and every stream wait 0.3 s."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

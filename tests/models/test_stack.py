@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rimuru_jax.models.config import Attention, Dense, LayerSpec, ModelConfig, Moe
-from rimuru_jax.models.stack import Segment, segments, stack_params
+from rimuru_jax.models.stack import Segment, segments, stack_params, unroll_params
 
 MOE = Moe(num_experts=4, num_experts_per_tok=2, intermediate_size=8, normalize=True)
 
@@ -80,3 +80,17 @@ def test_stack_params_follows_the_segments_and_keeps_no_second_copy():
     norms = [[params["input_norm"][:, 0].tolist() for params in group] for group in stacked["segments"]]
     assert norms == [[[0, 1]], [[2], [3]]]
     assert isinstance(segments(specs)[0], Segment)
+
+
+def test_unrolled_layers_have_the_parameters_of_their_own():
+    """A layer may have nothing but its norm, if its mixer is one of the user's."""
+    norms, routers = np.arange(6.0).reshape(2, 3), np.arange(8.0).reshape(2, 2, 2)
+    pattern = {"input_norm": norms}, {"input_norm": norms + 10, "router": routers}
+    (segment,) = unroll_params({"segments": (pattern,)}, list)["segments"]
+    repetitions = list(segment.repetitions())
+    assert len(repetitions) == 2
+    for i, layers in enumerate(repetitions):
+        assert [sorted(layer) for layer in layers] == [["input_norm"], ["input_norm", "router"]]
+        np.testing.assert_array_equal(layers[0]["input_norm"], norms[i])
+        np.testing.assert_array_equal(layers[1]["input_norm"], norms[i] + 10)
+        np.testing.assert_array_equal(layers[1]["router"], routers[i])
