@@ -127,7 +127,10 @@ def through_server(one: Engine, args: argparse.Namespace) -> Times:
         stop, ready = asyncio.Event(), asyncio.Event()
         config = ServerConfig(served_model_name="model")
         serving = asyncio.ensure_future(serve_until(stop, one, config, server_socket, 1.0, ready.set))
-        await ready.wait()
+        starting = asyncio.ensure_future(ready.wait())
+        await asyncio.wait([serving, starting], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            await serving  # raises what kept it from starting
         sizes = [f"--{name}={getattr(args, name)}" for name in ("streams", "rounds", "prompt", "tokens")]
         process = await asyncio.create_subprocess_exec(
             sys.executable, __file__, "--client", f"http://{host}:{port}", *sizes,

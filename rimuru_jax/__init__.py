@@ -9,6 +9,8 @@ from rimuru_jax.sampling_params import SamplingParams, StructuredOutputsParams
 if TYPE_CHECKING:
     from rimuru_jax.engine import Engine
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CompletionOutput",
     "Engine",
@@ -16,6 +18,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "__version__",
 ]
 
 

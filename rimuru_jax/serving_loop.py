@@ -100,6 +100,10 @@ PROMPT_ROWS = 64
 COPY_PAGES = 64
 """Expert pages that are copied or moved at once."""
 
+SMALL_ARRAY_BYTES = 128 << 10
+SMALL_ARRAYS = 16
+"""Room that is kept for small arrays: of a step of up to 32 rows all but its logits and what it needs meanwhile."""
+
 
 class Bucket(NamedTuple):
     """The static shape of a step."""
@@ -334,6 +338,21 @@ def _parts(count: int, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         first += size
 
 
+def _keep_small_arrays_apart(device: jax.Device) -> list[jax.Array]:
+    """Make free places for small arrays on the device; returns what holds them apart.
+
+    An array takes the smallest free place that has room for it. Batches and results, which come and go in every step, would
+    begin in the place that a step's temporaries have just left and push those on, and a GPU's graph records every kernel
+    anew whose temporaries have moved: 2.0 ms of the host for 0.7 in 150 kernels (`benchmarks/results/engine.md`).
+    """
+    places, between = [], []
+    for _ in range(SMALL_ARRAYS):
+        places.append(jnp.zeros(SMALL_ARRAY_BYTES, jnp.uint8, device=device))
+        between.append(jnp.zeros((), jnp.uint8, device=device))
+    jax.block_until_ready((places, between))
+    return between  # the places are free again with the end of their arrays
+
+
 def _wait(running: dict[str, jax.Array]) -> None:
     jax.block_until_ready(running)
 
@@ -368,6 +387,7 @@ class ServingLoop:
         # What runs still when Python ends would want to give memory back to it, and bring the process down.
         self._running: dict[str, jax.Array] = {}
         weakref.finalize(self, _wait, self._running)
+        self._between_small_arrays = _keep_small_arrays_apart(self._device) if self._on_gpu else None
         # Everything is bound to the device from the start: what comes out of a step is, and programs tell the two apart.
         self.params: StackParams = jax.device_put(params, self._device)
         # Layers in a loop are dispatched one by one, which takes longer than a decode; prefills, of which there are many

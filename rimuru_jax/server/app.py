@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
+from rimuru_jax import __version__
 from rimuru_jax.engine import Engine
 from rimuru_jax.generation_config import recommended_sampling
 from rimuru_jax.server.async_engine import AsyncEngine, EngineFailedError
@@ -39,7 +39,7 @@ def build_app(engine: Engine, config: ServerConfig, observers: Sequence[EndObser
         engine, max_num_queued_reqs=config.max_num_queued_reqs, listener=metrics.observe
     )
     async_engine.start()
-    app = FastAPI(title="rimuru_jax", version=version("rimuru-jax"), docs_url=None, redoc_url=None)
+    app = FastAPI(title="rimuru_jax", version=__version__, docs_url=None, redoc_url=None)
     app.state.engine = async_engine
     _Routes(async_engine, config, metrics, observers).register(app)
     return app
@@ -175,7 +175,7 @@ class _Routes:
         return JSONResponse({"status": "ok"})
 
     async def version(self) -> dict[str, str]:
-        return {"version": version("rimuru-jax")}
+        return {"version": __version__}
 
     async def prometheus(self) -> Response:
         """Metrics in Prometheus' text format."""
