@@ -43,6 +43,17 @@ def device_view(pages: np.ndarray) -> HostPages:
     return jax.dlpack.from_dlpack(exporter)
 
 
+def page_locked_copy(array: np.ndarray) -> jax.Array:
+    """A copy of `array` in host memory as an array of the default device, a GPU, which reads it over PCIe.
+
+    As any `device_view` it must never be donated or written.
+    """
+    rows = len(array)
+    copy = empty_pages(rows, array.nbytes // rows // 2).view(array.dtype).reshape(array.shape)
+    np.copyto(copy, array)
+    return device_view(copy)
+
+
 def device_rows(array: jax.Array) -> list[jax.Array]:
     """The rows `array[i]` of an array on a GPU as arrays that share its memory; none may be donated or written.
 

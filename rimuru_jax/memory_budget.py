@@ -12,12 +12,12 @@ from rimuru_jax.cuda_driver import cuda_driver
 from rimuru_jax.host.page_layout import PageLayout, format_bytes
 from rimuru_jax.models.config import ModelConfig
 from rimuru_jax.models.context import ModelSpec
-from rimuru_jax.models.registry import resident_bytes
+from rimuru_jax.models.registry import host_row_bytes, resident_bytes
 from rimuru_jax.serving_loop import table_shapes, workspace_bytes
 
 logger = logging.getLogger(__name__)
 
-GRANULE = 256 << 20
+GRANULE = 64 << 20
 """Pools are multiples of this many bytes, so that programs compiled for one start are found again at the next."""
 
 SPARE = 512 << 20
@@ -80,6 +80,7 @@ def measure(
     clamp = min(bounds, key=lambda name: bounds[name])
     limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
     tables = sum(math.prod(shape) * 4 for shape in table_shapes(layout, **limits).values())
+    weights = resident_bytes(model, spec.dtype.itemsize) - host_row_bytes(model, spec.dtype.itemsize)
     workspace = workspace_bytes(spec, layout, max_num_batched_tokens=max_num_batched_tokens, **limits)
     return MemoryBudget(
         total=total,
@@ -87,7 +88,7 @@ def measure(
         clamp=clamp,
         classes={
             "in use already": stats["bytes_in_use"],
-            "resident weights": resident_bytes(model, spec.dtype.itemsize),
+            "resident weights": weights,
             "page tables": 2 * tables,  # an update may hold both
             "step workspace": workspace,
             "spare": SPARE,

@@ -37,7 +37,8 @@ from rimuru_jax.sampling import (
     penalise,
 )
 
-_add_biases, _apply_mask, _penalise = jax.jit(add_biases), jax.jit(apply_mask), jax.jit(penalise)
+_add_biases, _apply_mask = jax.jit(add_biases), jax.jit(apply_mask)
+_penalise = jax.jit(penalise, donate_argnames="logits")
 _no_counts = jax.jit(no_counts, static_argnames=("rows", "vocab_size"))
 _count_tokens = jax.jit(count_tokens, donate_argnames="counts")
 _choose = jax.jit(choose, static_argnames=("random", "filters"))
@@ -67,6 +68,8 @@ class Sampler:
         if features.token_mask:
             edited = run("mask", _apply_mask, edited, inputs.token_mask)
         if features.penalties:
+            if edited is logits:  # penalties are applied in place
+                edited = run("bias", _add_biases, edited, _no_biases(logits.shape[0]))
             counts = run("no-counts", _no_counts, rows=logits.shape[0], vocab_size=self._vocab_size)
             for history in _pieces(inputs.history, HISTORY_PIECE):
                 counts = run("count", _count_tokens, counts, history)
@@ -101,8 +104,7 @@ class Sampler:
             ("filter", True, True),
         ):
             yield name, _choose, (logits, logits, inputs.draws), {"random": random, "filters": filters}
-        index, value = np.zeros(BIAS_PIECE, np.int32), np.zeros(BIAS_PIECE, np.float32)
-        yield "bias", _add_biases, (logits, Biases(rows=index, token_ids=index, values=value)), {}
+        yield "bias", _add_biases, (logits, _no_biases(rows)), {}
         yield "mask", _apply_mask, (logits, np.zeros((rows, mask_words(self._vocab_size)), np.int32)), {}
         index = np.zeros(HISTORY_PIECE, np.int32)
         yield "no-counts", _no_counts, (), sizes
@@ -120,11 +122,16 @@ def workspace_bytes(rows: int, vocab_size: int) -> int:
     memory = compiled.memory_analysis()
     assert memory is not None
     edited, counts = 4 * rows * vocab_size, 5 * rows * vocab_size
-    return edited + max(memory.temp_size_in_bytes, counts + edited)
+    return edited + max(memory.temp_size_in_bytes, counts, edited)
 
 
 def _name(name: str, rows: int) -> str:
     return f"sampler-{name}-{rows}"
+
+
+def _no_biases(rows: int) -> Biases:
+    padding = np.full(BIAS_PIECE, rows, np.int32)
+    return Biases(rows=padding, token_ids=np.zeros_like(padding), values=np.zeros(BIAS_PIECE, np.float32))
 
 
 def _pieces(arrays: Any, size: int) -> Iterator[Any]:

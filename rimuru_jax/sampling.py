@@ -11,8 +11,10 @@ What clients ask for changes which of the parts run, and how often, but no shape
 in pieces of one size, and allowed ids are masks. So a few programs do it all (see `sampler`).
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import flax.struct
 import jax
@@ -29,6 +31,8 @@ BIAS_PIECE = 1024
 """Biases that are applied at once."""
 HISTORY_PIECE = 16384
 """Tokens of histories that are counted at once."""
+DRAWS_AT_ONCE = 64
+"""Rows: drawing takes up to twice the memory of their logits."""
 LOGPROB_WIDTHS = (16, 32)
 """How many most probable tokens are reported: as many as cost little on a GPU, and more than OpenAI allows (20)."""
 
@@ -172,8 +176,18 @@ def choose(
     token_ids = lax.argmax(edited, 1, jnp.int32)
     if random:
         with jax.named_scope("draw"):
-            token_ids = jnp.where(draws.temperature == 0, token_ids, _draw(edited, draws, filters))
+            drawn = _in_parts(functools.partial(_draw, filters=filters), (edited, draws))
+            token_ids = jnp.where(draws.temperature == 0, token_ids, drawn)
     return token_ids, finite
+
+
+def _in_parts(draw: Callable[..., Array], rows: Any) -> Array:
+    """`draw` of DRAWS_AT_ONCE rows after another, if that divides them."""
+    parts, rest = divmod(len(rows[0]), DRAWS_AT_ONCE)
+    if rest or parts < 2:
+        return draw(*rows)
+    split = jax.tree.map(lambda x: jnp.reshape(x, (parts, DRAWS_AT_ONCE, *x.shape[1:])), rows)
+    return lax.map(lambda part: draw(*part), split).reshape(-1)
 
 
 @jax.named_scope("logprobs")

@@ -31,7 +31,7 @@ from rimuru_jax.array_types import Hidden, HostIntArray, HostPages, Logits, Page
 from rimuru_jax.compiled_steps import CompiledSteps, made_here
 from rimuru_jax.host.expert_cache import HOST, ExpertCopy, PageMove
 from rimuru_jax.host.page_layout import PageLayout
-from rimuru_jax.host_memory import device_rows, device_view
+from rimuru_jax.host_memory import device_rows, device_view, page_locked_copy
 from rimuru_jax.models import stack
 from rimuru_jax.models.context import ExpertTables, ModelSpec, PackedBatch, PageTables
 from rimuru_jax.models.stack import StackParams, param_shapes, unroll_params
@@ -235,9 +235,9 @@ def workspace_bytes(
 ) -> int:
     """Device memory that the largest step takes beside pool, weights and tables.
 
-    Compiles it and the sampler, with a pool of a nominal size. Two steps' results are alive at once. What a program needs
-    meanwhile is given back when it has been enqueued, and what the sampler edits before the next step is: of the two the
-    larger counts.
+    Compiles it and the sampler, with a pool of a nominal size. Everything is given back when the last program that uses it
+    has been enqueued: results before the next step is, what a program needs meanwhile at once. So of a step and the sampler
+    the larger counts.
     """
     bucket = bucket_for(max_num_batched_tokens, max_num_seqs)
     shapes = step_shapes(
@@ -253,7 +253,7 @@ def workspace_bytes(
     assert forward is not None
     results = forward.output_size_in_bytes - forward.alias_size_in_bytes
     sampling = sampler.workspace_bytes(bucket.rows, spec.config.vocab_size)
-    return 2 * results + max(forward.temp_size_in_bytes, sampling)
+    return results + max(forward.temp_size_in_bytes, sampling)
 
 
 def _compiler_options() -> dict[str, Any] | None:
@@ -338,7 +338,7 @@ def _parts(count: int, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         first += size
 
 
-def _keep_small_arrays_apart(device: jax.Device) -> list[jax.Array]:
+def _keep_small_arrays_apart(device: Any) -> list[jax.Array]:
     """Make free places for small arrays on the device; returns what holds them apart.
 
     An array takes the smallest free place that has room for it. Batches and results, which come and go in every step, would
@@ -389,7 +389,11 @@ class ServingLoop:
         weakref.finalize(self, _wait, self._running)
         self._between_small_arrays = _keep_small_arrays_apart(self._device) if self._on_gpu else None
         # Everything is bound to the device from the start: what comes out of a step is, and programs tell the two apart.
-        self.params: StackParams = jax.device_put(params, self._device)
+        params, on_host = dict(params), {}
+        if self._on_gpu and not spec.config.tie_word_embeddings:
+            # A token takes one row: 4 KB over PCIe for 0.6 GiB of the device.
+            on_host["embedding"] = page_locked_copy(params.pop("embedding"))
+        self.params: StackParams = jax.device_put(params, self._device) | on_host
         # Layers in a loop are dispatched one by one, which takes longer than a decode; prefills, of which there are many
         # more buckets, give the host that time, and compile sooner.
         self._decode_params = unroll_params(self.params, device_rows) if self._on_gpu else self.params

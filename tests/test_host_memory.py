@@ -9,7 +9,7 @@ import pytest
 
 from rimuru_jax import host_memory
 from rimuru_jax.cuda_driver import OS_PAGE
-from rimuru_jax.host_memory import device_rows, device_view, empty_pages
+from rimuru_jax.host_memory import device_rows, device_view, empty_pages, page_locked_copy
 
 on_gpu = pytest.mark.gpu
 
@@ -42,6 +42,15 @@ def test_a_view_has_every_bit_and_outlives_the_caller():
     np.testing.assert_array_equal(view, want)
     gathered = jax.jit(lambda x, i: x[i])(view, jnp.array([7, 0, 23]))
     np.testing.assert_array_equal(gathered, want[[7, 0, 23]])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
+def test_rows_of_a_page_locked_copy(dtype):
+    table = np.random.default_rng(1).standard_normal((300, 96)).astype(dtype)
+    copy = page_locked_copy(table)
+    assert copy.dtype == dtype
+    rows = jax.jit(lambda table, ids: 2 * table[ids])(copy, jnp.array([299, 0, 7, 7]))
+    np.testing.assert_array_equal(rows, 2 * table[[299, 0, 7, 7]])
 
 
 @on_gpu

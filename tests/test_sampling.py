@@ -13,6 +13,7 @@ from rimuru_jax.programs import Programs
 from rimuru_jax.sampler import Sampler
 from rimuru_jax.sampling import (
     BIAS_PIECE,
+    DRAWS_AT_ONCE,
     HISTORY_PIECE,
     SampledTokens,
     SamplingFeatures,
@@ -64,7 +65,9 @@ def run(logits: np.ndarray, rows: list[SamplingRow]) -> SampledTokens:
     """As a whole, by the programs of the sampler, and as a step does it where that is enough."""
     inputs, features = build_sampling_inputs(rows, *logits.shape)
     whole = sample_jit(jnp.asarray(logits), inputs, features=features)
-    parts = Sampler(Programs(None, None, shared=True), logits.shape[1])(jnp.asarray(logits), inputs, features)
+    given = jnp.asarray(logits)
+    parts = Sampler(Programs(None, None, shared=True), logits.shape[1])(given, inputs, features)
+    np.testing.assert_array_equal(given, logits, "a step's logits stay as they are")
     jax.tree.map(np.testing.assert_array_equal, whole, parts)
     if features == SamplingFeatures():
         jax.tree.map(np.testing.assert_array_equal, whole, choose_greedily(jnp.asarray(logits)))
@@ -240,21 +243,22 @@ def test_the_filters_do_not_sort():
     assert "sort" not in text and "top_k" not in text
 
 
-def test_a_row_gives_the_same_token_alone_and_in_any_batch():
-    logits = normal(9, 200, scale=1.0)
+@pytest.mark.parametrize("count", [9, 2 * DRAWS_AT_ONCE])
+def test_a_row_gives_the_same_token_alone_and_in_any_batch(count):
+    logits = normal(count, 200, scale=1.0)
     rows = [
         row(seed=i, index=i * 3, temperature=[0.5, 1.0, 2.0][i % 3], top_k=[0, 20][i % 2], top_p=[1.0, 0.9, 0.5][i % 3])
-        for i in range(9)
+        for i in range(count)
     ]  # fmt: skip
     together = run(logits, rows).token_ids.tolist()
     alone = []
-    for i in range(9):
+    for i in range(count):
         inputs, _ = build_sampling_inputs([rows[i]], 1, 200)
         sampled = sample_jit(jnp.asarray(logits[i : i + 1]), inputs, features=ALL_FILTERS)
         alone.append(int(sampled.token_ids[0]))
-    order = np.random.default_rng(0).permutation(9)
+    order = np.random.default_rng(0).permutation(count)
     shuffled = run(logits[order], [rows[i] for i in order]).token_ids.tolist()
-    mixed = run(logits, [rows[0], *[row(temperature=0.0)] * 8]).token_ids.tolist()
+    mixed = run(logits, [rows[0], *[row(temperature=0.0)] * (count - 1)]).token_ids.tolist()
     assert together == alone
     assert shuffled == [together[i] for i in order]
     assert mixed == [together[0], *logits[1:].argmax(axis=1).tolist()]

@@ -31,7 +31,7 @@ from rimuru_jax.host.prefetch import absent_and_loaded, loads_ahead
 from rimuru_jax.host.request import Request
 from rimuru_jax.host.throughput import StepCosts, powers
 from rimuru_jax.models.config import ModelConfig
-from rimuru_jax.models.registry import resident_bytes
+from rimuru_jax.models.registry import host_row_bytes, resident_bytes
 
 ROUTING = {"uniform": 0.0, "early_layer": 0.5, "typical": 0.8, "steep": 1.2}
 """Exponents s of an expert's popularity, 1 / rank^s: from none to what single-domain code shows."""
@@ -217,18 +217,23 @@ class Simulation:
             timeline.pool_bytes.setdefault(kind, []).append(used)
 
 
+_WORKSPACE = 5 * 2**28
+"""What the largest step and the spare bytes of an engine come to, with `max_num_batched_tokens` 8192."""
+
+
 def pool_for(model: ModelConfig, config: EngineConfig, device_bytes: int) -> int:
-    """Bytes of a pool beside the resident weights and a workspace of 1 GiB, in whole pools.
+    """Bytes of a pool beside the resident weights and a workspace of 1.25 GiB, in whole pools.
 
     Raises ValueError when the weights alone do not fit.
     """
     layout = layout_for(model, config)
     step = layout.huge_page_multiple * layout.huge_page_bytes
-    weights = resident_bytes(model, element_bytes(config).weight)
-    room = device_bytes - weights - 2**30
+    size = element_bytes(config).weight
+    weights = resident_bytes(model, size) - host_row_bytes(model, size)
+    room = device_bytes - weights - _WORKSPACE
     if room < 2 * step:
         raise ValueError(
             f"{device_bytes} bytes of device memory do not hold {weights} bytes of resident weights, "
-            "a workspace of 1 GiB and a page pool: take a card with more memory"
+            "a workspace of 1.25 GiB and a page pool: take a card with more memory"
         )
     return room // step * step

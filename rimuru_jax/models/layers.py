@@ -13,6 +13,9 @@ from rimuru_jax.array_types import Hidden
 from rimuru_jax.models.config import ModelConfig, Rotary
 from rimuru_jax.pallas.rms_norm import rms_norm
 
+# Rows from which a GPU's product rounds its sums itself. With fewer, cuBLAS may split a sum, and would round the parts too.
+_ROUNDED_BY_PRODUCT = 512
+
 # Rows of a weight in one product: with many more, products on a CPU are up to ten times slower.
 _CPU_CHUNK = 1024
 
@@ -27,7 +30,10 @@ def linear(
     if jax.default_backend() == "cpu":
         y = _cpu_product(x.astype(jnp.float32), weight)
     else:
-        y = lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        rounds = len(x) >= _ROUNDED_BY_PRODUCT and bias is None and dtype is None
+        y = lax.dot_general(
+            x, weight, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype if rounds else jnp.float32
+        )
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None, :]
     return y.astype(dtype or x.dtype)
