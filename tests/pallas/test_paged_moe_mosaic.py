@@ -313,6 +313,13 @@ def test_every_shape_has_a_configuration(tile, f, d):
         assert sizes.stages >= 2 and sizes.stages * slot + tile * min(sizes.block, 128) * 2 < 227 * 1024
 
 
+@pytest.mark.parametrize(("warpgroups", "at_start"), [(1, 256), (2, 168), (4, 96)])
+def test_no_warpgroup_waits_for_registers(warpgroups, at_start):
+    """Registers of a thread at the start are what CUDA's occupancy calculator gives for blocks of 256, 384 and 640 threads."""
+    wanted = warpgroups * mosaic_gpu.multiply_registers(warpgroups) + mosaic_gpu.FETCH_REGISTERS
+    assert wanted <= (warpgroups + 1) * at_start
+
+
 def test_tiles_hold_the_tokens_of_most_experts():
     pairs = (1, 64, 65, 160, 1024, 16 * 96, 16 * 97, 1 << 20)
     assert [mosaic_gpu.token_tile(n, 16) for n in pairs] == [8, 8, 8, 32, 128, 128, 128, 128]

@@ -66,10 +66,8 @@ STEP_BYTES = 48 * 1024
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory a block may use."""
 
-REGISTERS = 65536 // 128
-"""Registers of a multiprocessor for each thread of one warpgroup."""
-
-FETCH_REGISTERS = 40
+FETCH_REGISTERS = 32
+"""Of a thread of the warpgroup that only copies."""
 
 FULL_TILE = 0.75
 """Mean tokens of an expert, as a share of a tile, beyond which many experts need a second one."""
@@ -112,6 +110,15 @@ def token_tile(pairs: int, num_experts: int, *, from_host: bool = False) -> int:
     # The last tile is mostly empty rows where an expert's tokens would fit the one before.
     largest = TILES[-1] if from_host and mean > FULL_TILE * TILES[-2] else TILES[-2]
     return min(largest, max(TILES[0], 1 << (2 * mean - 1).bit_length()))
+
+
+def multiply_registers(warpgroups: int) -> int:
+    """Registers of a thread of each multiplying warpgroup, once the one that copies has given up all but its own.
+
+    A block has what it started with, the same number for all threads and a multiple of 8; asking for more waits for ever.
+    """
+    at_start = 65536 // (128 * (warpgroups + 1)) // 8 * 8
+    return min(248, (at_start * (warpgroups + 1) - FETCH_REGISTERS) // warpgroups // 8 * 8)
 
 
 def refusal(view: MemoryView, hidden_dtype: jnp.dtype, tile: int, host_words: int) -> str | None:
@@ -418,8 +425,7 @@ def _grouped_product(
 
         @pl.when(warpgroup < warpgroups)
         def _multiply():
-            per_thread = (REGISTERS - FETCH_REGISTERS) // warpgroups // 8 * 8
-            plgpu.set_max_registers(min(per_thread, 248), action="increase")
+            plgpu.set_max_registers(multiply_registers(warpgroups), action="increase")
 
             def sides(here, j):
                 if launch.weights_first:
