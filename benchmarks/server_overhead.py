@@ -78,10 +78,13 @@ def pace(one: Engine, seconds: float) -> None:
         return run(*args, **rest)
 
     def timed_deliver(*args: Any) -> None:
-        time.sleep(max(0.0, ends.popleft() - time.perf_counter()))
+        waits = max(0.0, ends.popleft() - time.perf_counter())
+        time.sleep(waits)
         deliver(*args)
+        one.seconds_waited = waits
 
     one.loop.run, one._deliver = timed_run, timed_deliver  # type: ignore[method-assign]
+    one.device_busy = lambda: time.perf_counter() < free[0]  # type: ignore[method-assign]
 
 
 def requests_of(args: argparse.Namespace) -> list[BenchRequest]:

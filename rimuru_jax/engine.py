@@ -191,6 +191,8 @@ class Engine:
         """bool[L, E] twice, by whether a step loads ahead: experts that it finds in the pool, and those in buffers."""
         self._running: _RunningStep | None = None
         """The step that the device was given last, whose tokens have not been delivered."""
+        self.seconds_waited: float | None = None
+        """How long the newest `step` waited for the step before it; 0.0: that was done already; None: there was none."""
         self._sampling = SamplingTable(config.max_num_seqs, self.model_config.vocab_size)
         self.router_counts = np.zeros(self.experts.resident.shape, np.int64)
         """How many tokens chose each expert of each MoE layer since the start, or since `reconfigure`."""
@@ -312,6 +314,10 @@ class Engine:
         """Whether `step` has anything to do or to report."""
         return bool(self._states or self._unreported)
 
+    def device_busy(self) -> bool:
+        """Whether the device has yet to end the step that it was given last."""
+        return self._running is not None and not self._running.sampled.token_ids.is_ready()  # type: ignore[attr-defined]
+
     def _tokenize(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
         text = None
         if isinstance(prompt, Mapping):
@@ -363,6 +369,7 @@ class Engine:
     def _advance(self) -> list[RequestState]:
         """`step`, without the outputs of requests."""
         changed, self._unreported = self._unreported, {}
+        self.seconds_waited = None
         plan = self.scheduler.schedule()
         self.loop.update_tables(self._page_tables.take_updates())
         for request in plan.rejected:
@@ -438,7 +445,9 @@ class Engine:
 
     def _deliver(self, step: "_RunningStep", changed: dict[str, RequestState]) -> None:
         """Wait for a step, and give its tokens to the requests."""
+        begin, late = time.monotonic(), step.sampled.token_ids.is_ready()  # type: ignore[attr-defined]
         sampled: SampledTokens = jax.device_get(step.sampled)
+        self.seconds_waited = 0.0 if late else time.monotonic() - begin
         for part in step.prompt_logprobs:
             part.deliver(self.tokenizer)
         chunks = step.plan.chunks

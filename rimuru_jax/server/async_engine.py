@@ -1,6 +1,6 @@
 """An engine whose steps run in a thread of their own, for any number of asynchronous callers.
 
-    engine thread        commands (add, abort) -> Engine.step -> newest output of each request
+    engine thread        as late as it can: commands (add, abort) -> Engine.step -> newest output of each request
     event loop           each caller awaits its own stream; only the newest output is kept for it
 
 So a client that reads slowly costs nothing but its own delay: what it misses is in the next output it takes.
@@ -20,6 +20,7 @@ from rimuru_jax.engine import Engine
 from rimuru_jax.outputs import RequestOutput
 from rimuru_jax.request_state import Prompt
 from rimuru_jax.sampling_params import SamplingParams
+from rimuru_jax.server.late_start import LateStart
 
 logger = logging.getLogger(__name__)
 
@@ -197,9 +198,11 @@ class AsyncEngine:
         command()  # the thread has ended, and nobody else uses the engine
 
     def _run(self) -> None:
-        engine = self.engine
+        engine, late_start = self.engine, LateStart()
         try:
             while True:
+                # Requests that wait for a place already would only wait longer.
+                held = 0.0 if engine.scheduler.waiting else late_start.hold(engine.device_busy)
                 with self._wake:
                     while not (self._commands or engine.has_unfinished_requests() or self._stopping):
                         self._wake.wait()
@@ -212,8 +215,9 @@ class AsyncEngine:
                     begin = time.monotonic()
                     outputs = engine.step()
                     self._publish(outputs)
+                    late_start.observe(engine.seconds_waited)
                     if self._listener is not None:
-                        self._listener(outputs, time.monotonic() - begin)
+                        self._listener(outputs, held + time.monotonic() - begin)
         except Exception as error:
             logger.exception("the engine has failed")
             self._fail(error)
