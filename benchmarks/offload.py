@@ -23,6 +23,7 @@ from rimuru_jax import Engine, SamplingParams
 from rimuru_jax.bench.in_process import random_requests, run_requests
 from rimuru_jax.bench.workload import trace_lengths
 from rimuru_jax.cuda_driver import cuda_driver
+from rimuru_jax.memory_budget import describe_peak
 
 POLICIES: dict[str, dict[str, Any]] = {
     "throughput": {"memory_policy": "elastic", "adjuster_policy": "throughput"},
@@ -172,6 +173,7 @@ def main() -> None:
         cells = [policy, str(limit), *(f"{ms:.1f}" for ms in times)]
         cells += [f"{value:.1f}" for value in asdict(steady).values()] if steady else []
         print(f"| {' | '.join(cells)} |", flush=True)
+    print(describe_peak())
     if args.output:
         args.output.write_text(json.dumps(results, indent=2) + "\n")
 

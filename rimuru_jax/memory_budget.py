@@ -59,6 +59,13 @@ def reserve_memory(gpu_memory_utilization: float) -> None:
     os.environ.setdefault(ALLOCATOR_LIMIT, str(gpu_memory_utilization))
 
 
+def describe_peak() -> str:
+    """How much of the default device's memory JAX has had in use at most, of what it may have; for the logs of experiments."""
+    stats = jax.devices()[0].memory_stats() or {}
+    most, limit = (format_bytes(stats.get(name, 0)) for name in ("peak_bytes_in_use", "bytes_limit"))
+    return f"device memory in use at most {most} of {limit}"
+
+
 def measure(
     model: ModelConfig,
     spec: ModelSpec,

@@ -28,6 +28,7 @@ from rimuru_jax.experiments import case_study, eol_sweep, study, trace_replay
 from rimuru_jax.experiments.pictures import latencies, pool_over_time
 from rimuru_jax.experiments.results import Arrival, RunResult, Timeline, used_bytes
 from rimuru_jax.host.page_layout import EXPERT
+from rimuru_jax.memory_budget import describe_peak
 
 NOT_DONE = "not done in time"
 IDLE_SECONDS = 0.001
@@ -210,6 +211,7 @@ def run(args: argparse.Namespace) -> None:
     gib = engine.plan.pool_bytes / 2**30
     print(f"{device.device_kind}, jax {jax.__version__}, pool of {gib:.2f} GiB; {what}", flush=True)
     outcomes = measure(engine, arrivals, policies, args.seconds)
+    print(describe_peak())
     print(study.table(outcomes))
     if args.output is None:
         return
