@@ -41,6 +41,9 @@ Of `unroll_params`, segments are `Unrolled`."""
 IN_FUSIONS = frozenset({"input_norm", "ffn_norm"})
 """Parameters that XLA's own kernels alone read, which take a row of all layers' as it is."""
 
+WIDENED = frozenset({"qkv_bias", "attention_output_bias"})
+"""Parameters that products add in float32: without a loop XLA would widen each in a launch of its own."""
+
 
 class Unrolled(NamedTuple):
     """Parameters of a segment for a program without loops.
@@ -114,7 +117,14 @@ def unroll_params(params: StackParams, rows: Callable[[Any], Sequence[Any]]) -> 
 
     def unroll(pattern: tuple[dict[str, Any], ...]) -> Unrolled:
         stacked = tuple({name: layer[name] for name in layer if name in IN_FUSIONS} for layer in pattern)
-        parts = [{name: rows(layer[name]) for name in layer if name not in IN_FUSIONS} for layer in pattern]
+        parts = [
+            {
+                name: rows(leaf.astype(jnp.float32) if name in WIDENED else leaf)
+                for name, leaf in layer.items()
+                if name not in IN_FUSIONS
+            }
+            for layer in pattern
+        ]
         repeats = len(next(iter(pattern[0].values())))
         layers = [tuple({name: x[i] for name, x in layer.items()} for layer in parts) for i in range(repeats)]
         return Unrolled(layers, stacked)
