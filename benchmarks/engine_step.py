@@ -2,7 +2,7 @@
 
     python benchmarks/engine_step.py [--num-seqs 256] [--detokenize] [--outputs]
 
-A model of 48 layers and 128 experts whose weights are tiny, and the tokenizer of the embedded model. In place of forward pass and sampler stand
+A model of 48 layers and 128 experts whose weights are tiny, with `--detokenize` the tokenizer of the embedded model. In place of forward pass and sampler stand
 tokens and router counts made beforehand; all else is the engine's own: planning, page tables, expert tables, packing, sampler inputs, delivery, text,
 and the outputs of all requests where `--outputs` asks for them after every step, as a server does. A closed loop of requests of random lengths keeps
 the batch full.
@@ -32,7 +32,7 @@ PREPARED = 64
 """Steps whose outcomes are made beforehand, and come again and again."""
 
 
-def build(num_seqs: int, pool_mib: int) -> Engine:
+def build(num_seqs: int, pool_mib: int, *, tokenizer: bool) -> Engine:
     """An engine that needs no device."""
     model = hybrid(
         ("attn",) * LAYERS,
@@ -43,7 +43,7 @@ def build(num_seqs: int, pool_mib: int) -> Engine:
     )
     engine = Engine(
         random_model(model, "bfloat16"),
-        tokenizer=str(default_model_path()),
+        tokenizer=str(default_model_path()) if tokenizer else None,
         max_num_seqs=num_seqs,
         max_num_batched_tokens=8192,
         max_model_len=2048,
@@ -133,7 +133,7 @@ def main() -> None:
     )
     parser.add_argument("--profile", action="store_true", help="where the time goes, in place of the times")
     args = parser.parse_args()
-    engine = build(args.num_seqs, args.pool_mib)
+    engine = build(args.num_seqs, args.pool_mib, tokenizer=args.detokenize)
     print(
         f"Python {platform.python_version()}, numpy {np.__version__}, jax {jax.__version__} on "
         f"{platform.processor() or platform.machine()}, load {os.getloadavg()[0]:.1f}; "
