@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 
 from rimuru_jax.engine import Engine
@@ -99,7 +99,13 @@ class AsyncEngine:
         return len(self._streams)
 
     async def generate(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Serve one request, yielding it as it stands whenever it has changed since the last time.
 
@@ -108,6 +114,7 @@ class AsyncEngine:
         Raises:
             ValueError: in one sentence, if it cannot be served.
             QueueFullError, ShuttingDownError, EngineFailedError: it was not taken in, or is lost.
+            TimeoutError: it was not done within `timeout` seconds, and has been aborted.
         """
         if self.failure is not None:
             raise EngineFailedError(f"the engine has failed and serves no more requests: {self.failure}")
@@ -125,6 +132,7 @@ class AsyncEngine:
         self._arriving.add(internal)
         arrival = time.monotonic()  # it may have to wait for a step before the engine takes it in
         self._command(lambda: self._add(internal, prompt, params, priority, arrival))
+        timer = stream.loop.call_later(timeout, self._expire, internal, stream) if timeout else None
         finished = False
         try:
             while not finished:
@@ -138,9 +146,19 @@ class AsyncEngine:
                 finished = output.finished
                 yield output
         finally:
+            if timer is not None:
+                timer.cancel()
             del self._streams[internal]
             if not finished:
                 self._command(lambda: self._abort(internal))
+
+    def _expire(self, internal: str, stream: _Stream) -> None:
+        """Whether or not its caller asks for the next output just now."""
+        if stream.latest is not None and stream.latest.finished:
+            return
+        stream.error = TimeoutError()
+        stream.ready.set()
+        self._command(lambda: self._abort(internal))
 
     def abort(self, request_id: str) -> None:
         """End a request, or all called `request_id`/...; callers get the output so far, finished with "abort"."""
@@ -241,12 +259,18 @@ class AsyncEngine:
         self.engine.abort(internal)
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
-        changed: dict[asyncio.AbstractEventLoop, list[_Stream]] = {}
+        changed: dict[asyncio.AbstractEventLoop, deque[_Stream]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
+                streams = changed.setdefault(stream.loop, deque())
+                # Callers get their outputs one after another: those first who wait for their first tokens, or have
+                # their last, whereupon they may send the next request.
+                if stream.latest is None or output.finished:
+                    streams.appendleft(stream)
+                else:
+                    streams.append(stream)
                 stream.latest = output
-                changed.setdefault(stream.loop, []).append(stream)
         for loop, streams in changed.items():
             self._wake_up(loop, streams)
 
@@ -264,7 +288,7 @@ class AsyncEngine:
         stream.error = error
         self._wake_up(stream.loop, [stream])
 
-    def _wake_up(self, loop: asyncio.AbstractEventLoop, streams: list[_Stream]) -> None:
+    def _wake_up(self, loop: asyncio.AbstractEventLoop, streams: Iterable[_Stream]) -> None:
         """Once for all of a loop: each call from another thread is a system call."""
 
         def wake() -> None:

@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from rimuru_jax.outputs import CompletionOutput, RequestOutput
 from rimuru_jax.sampling_params import SamplingParams
@@ -38,6 +38,26 @@ class Job:
     priority: int
 
 
+class EventStream(Response):
+    """Server-sent events, sent by the task that makes them. The first is there already."""
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes]) -> None:
+        self.status_code, self.background = 200, None
+        self.init_headers({"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
+        self._first, self._events = first, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Nothing is told of a client that goes away: nobody would hear it."""
+        body = "http.response.body"
+        with suppress(RefusedError):
+            async with aclosing(self._events), _while_connected(receive):
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await send({"type": body, "body": self._first, "more_body": True})
+                async for event in self._events:
+                    await send({"type": body, "body": event, "more_body": True})
+                await send({"type": body, "body": b"", "more_body": False})
+
+
 class Delivery:
     """Runs jobs for clients that may leave, be slow, or ask too much. Raises RefusedError for what fails."""
 
@@ -66,16 +86,11 @@ class Delivery:
             return last
 
         tasks = [asyncio.ensure_future(one(index)) for index in range(len(job.prompts))]
-        gone = asyncio.ensure_future(_disconnect(http))
         try:
-            everything = asyncio.gather(*tasks)
-            await asyncio.wait([everything, gone], return_when=asyncio.FIRST_COMPLETED)
-            if not everything.done():
-                everything.cancel()
-                raise client_gone()
-            return list(await everything)
+            async with _while_connected(http.receive):
+                return list(await asyncio.gather(*tasks))
         finally:
-            await _cancel(*tasks, gone)
+            await _cancel(*tasks)
 
     async def stream(
         self, http: Request, job: Job, head: dict[str, Any], chunk: MakeChunk, options: StreamOptions | None
@@ -84,8 +99,59 @@ class Delivery:
 
         The first output is awaited before the answer begins, so that a request that is refused gets a status.
         """
-        options = options or StreamOptions()
-        queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(maxsize=len(job.prompts))
+        events = self._events(http, job, head, chunk, options or StreamOptions())
+        async with _while_connected(http.receive):
+            first = await anext(events)
+        return EventStream(first, events)
+
+    async def _events(
+        self, http: Request, job: Job, head: dict[str, Any], chunk: MakeChunk, options: StreamOptions
+    ) -> AsyncGenerator[bytes]:
+        """One piece for each output: its events. Raises RefusedError if there is no first."""
+        event = responses.ChunkFormat(head)
+        seen: dict[int, CompletionOutput] = {}
+        newest: dict[int, RequestOutput] = {}
+        try:
+            async with aclosing(self._outputs(http, job)) as outputs:
+                async for index, output in outputs:
+                    newest[index], piece = output, b""
+                    for part in output.outputs:
+                        choice = index * job.params.n + part.index
+                        before = seen.get(choice)
+                        if (
+                            before is None
+                            or len(part.token_ids) != len(before.token_ids)
+                            or part.finished() != before.finished()
+                        ) and (said := chunk(choice, part, before)) is not None:
+                            seen[choice] = part
+                            if options.continuous_usage_stats:
+                                piece += event(said, usage=responses.usage(list(newest.values())))
+                            elif options.include_usage:
+                                piece += event(said, usage=None)
+                            else:
+                                piece += event(said)
+                    if piece:
+                        yield piece
+            if options.include_usage:
+                yield responses.event(
+                    {**head, "choices": [], "usage": responses.usage(list(newest.values()))}
+                )
+        except RefusedError as error:
+            if not newest:
+                raise
+            yield responses.event(responses.error_body(str(error), error.kind, error.status))
+        yield responses.DONE
+
+    async def _outputs(self, http: Request, job: Job) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Of all prompts, each with its prompt's index."""
+        if len(job.prompts) == 1:  # by the caller's own task, whose turn comes at once
+            async with aclosing(self._generate(http, job, 0)) as outputs:
+                async for output in outputs:
+                    yield 0, output
+            return
+        queue: asyncio.Queue[tuple[int, RequestOutput | RefusedError]] = asyncio.Queue(
+            maxsize=len(job.prompts)
+        )
 
         async def feed(index: int) -> None:
             # A client that does not read stops this task, not the engine: it takes the newest output afterwards.
@@ -96,72 +162,18 @@ class Delivery:
                 await queue.put((index, error))
 
         tasks = [asyncio.ensure_future(feed(index)) for index in range(len(job.prompts))]
-        waiting, gone = asyncio.ensure_future(queue.get()), asyncio.ensure_future(_disconnect(http))
-        await asyncio.wait([waiting, gone], return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()  # from now on the answer itself notices
-        if not waiting.done() or isinstance(waiting.result()[1], Exception):
-            error = waiting.result()[1] if waiting.done() else None
-            await _cancel(*tasks, waiting)
-            raise error if isinstance(error, Exception) else client_gone()
-        first = waiting.result()
+        unfinished = len(job.prompts)
+        try:
+            while unfinished:
+                index, output = await queue.get()
+                if isinstance(output, RefusedError):
+                    raise output
+                unfinished -= output.finished
+                yield index, output
+        finally:
+            await _cancel(*tasks)
 
-        async def events() -> AsyncGenerator[bytes]:
-            seen: dict[int, CompletionOutput] = {}
-            newest: dict[int, RequestOutput] = {}
-            unfinished = len(job.prompts)
-            item = first
-            try:
-                while True:
-                    index, output = item
-                    if isinstance(output, RefusedError):
-                        yield responses.event(responses.error_body(str(output), output.kind, output.status))
-                        break
-                    assert isinstance(output, RequestOutput)
-                    newest[index] = output
-                    for part in output.outputs:
-                        choice = index * job.params.n + part.index
-                        before = seen.get(choice)
-                        if (
-                            before is None
-                            or part.token_ids != before.token_ids
-                            or part.finished() != before.finished()
-                        ) and (said := chunk(choice, part, before)) is not None:
-                            body = {**head, "choices": [said]}
-                            if options.include_usage or options.continuous_usage_stats:
-                                body["usage"] = (
-                                    responses.usage(list(newest.values()))
-                                    if options.continuous_usage_stats
-                                    else None
-                                )
-                            seen[choice] = part
-                            yield responses.event(body)
-                    unfinished -= output.finished
-                    if not unfinished:
-                        if options.include_usage:
-                            usage = responses.usage(list(newest.values()))
-                            yield responses.event({**head, "choices": [], "usage": usage})
-                        break
-                    item = await queue.get()
-                yield responses.DONE
-            finally:
-                await _cancel(*tasks)
-
-        # Only a generator that has begun runs to its end when it is dropped, as happens to answers whose client has
-        # gone before the first byte.
-        begun = events()
-        beginning = await anext(begun)
-
-        async def answer() -> AsyncIterator[bytes]:
-            async with aclosing(begun):
-                yield beginning
-                async for event in begun:
-                    yield event
-
-        return StreamingResponse(
-            answer(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
-
-    async def _generate(self, http: Request, job: Job, index: int) -> AsyncIterator[RequestOutput]:
+    async def _generate(self, http: Request, job: Job, index: int) -> AsyncGenerator[RequestOutput]:
         """The outputs of one prompt; in the end observers are told how it went."""
         name = job.name if len(job.prompts) == 1 else f"{job.name}/{index}"
         last, reason = None, client_gone().kind
@@ -183,12 +195,14 @@ class Delivery:
     async def _attempt(self, name: str, job: Job, index: int) -> AsyncGenerator[RequestOutput]:
         """`AsyncEngine.generate` with the server's timeout, and with errors that have a status."""
         try:
-            async with (
-                asyncio.timeout(self._config.request_timeout),
-                aclosing(
-                    self._engine.generate(name, job.prompts[index], job.params, priority=job.priority)
-                ) as outputs,
-            ):
+            outputs = self._engine.generate(
+                name,
+                job.prompts[index],
+                job.params,
+                priority=job.priority,
+                timeout=self._config.request_timeout,
+            )
+            async with aclosing(outputs):
                 async for output in outputs:
                     yield output
         except ValueError as error:
@@ -213,9 +227,28 @@ async def _cancel(*tasks: "asyncio.Future[Any]") -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _disconnect(http: Request) -> None:
-    """Wait until the client has gone away."""
-    while True:
-        message = await http.receive()
-        if message["type"] == "http.disconnect":
-            return
+@asynccontextmanager
+async def _while_connected(receive: Receive) -> AsyncIterator[None]:
+    """What is within ends, with `client_gone`, when the client goes away."""
+    task, within = asyncio.current_task(), True
+    assert task is not None
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    def end(_: object) -> None:
+        if within and not watching.cancelled():
+            task.cancel()
+
+    watching = asyncio.ensure_future(watch())
+    watching.add_done_callback(end)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if watching.done() and not watching.cancelled() and not task.uncancel():
+            raise client_gone() from None
+        raise
+    finally:
+        within = False
+        watching.cancel()

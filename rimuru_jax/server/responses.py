@@ -12,9 +12,23 @@ def error_body(message: str, kind: str, code: int, param: str | None = None) -> 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def event(body: Mapping[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return f"data: {_encode(body)}\n\n".encode()
+
+
+class ChunkFormat:
+    """Events with one choice each, whose other fields, `head`, are written once for a whole stream."""
+
+    def __init__(self, head: Mapping[str, Any]) -> None:
+        self._begin = f"data: {_encode({**head, 'choices': []})[:-2]}"
+
+    def __call__(self, choice: Mapping[str, Any], **others: Any) -> bytes:
+        end = _encode(others)[1:] if others else "}"
+        return f"{self._begin}{_encode(choice)}]{',' if others else ''}{end}\n\n".encode()
 
 
 DONE = b"data: [DONE]\n\n"

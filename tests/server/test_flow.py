@@ -189,6 +189,64 @@ def test_a_name_used_again_gets_nothing_of_its_predecessor():
     asyncio.run(again())
 
 
+def test_a_caller_that_does_not_ask_runs_out_of_time_too():
+    async def dawdle() -> None:
+        one = engine()
+        served = AsyncEngine(one)
+        served.start()
+        await collect(
+            served, "warm", [1, 2, 3], 30
+        )  # whatever it takes to compile is done before the clock runs
+        slow_down(one, 0.02)
+        stream = served.generate("a", [1, 2, 3], params(200), timeout=0.5)
+        await anext(stream)
+        deadline = time.monotonic() + 10
+        while await served.run_in_engine(lambda one: bool(one.scheduler.running)):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        with pytest.raises(TimeoutError):
+            await anext(stream)
+        assert len(await collect(served, "a", [1, 2, 3], 3)) == 3
+        assert await served.drain(5) == 0
+        check_idle(one)
+
+    asyncio.run(dawdle())
+
+
+def test_first_and_last_outputs_are_taken_before_others():
+    async def compete() -> None:
+        served = AsyncEngine(engine())  # not started: what it publishes is made here
+        order: list[str] = []
+
+        async def take(name: str) -> None:
+            async for output in served.generate(name, [1], params(9)):
+                order.append(output.request_id)
+
+        tasks = [asyncio.create_task(take(name)) for name in "abcd"]
+        await asyncio.sleep(0)
+
+        def output(name: str, finished: bool = False) -> RequestOutput:
+            return RequestOutput(
+                request_id=f"{name}#{'abcd'.index(name)}",
+                prompt=None,
+                prompt_token_ids=[1],
+                finished=finished,
+            )
+
+        async def publish(*outputs: RequestOutput) -> set[str]:
+            order.clear()
+            await asyncio.to_thread(served._publish, list(outputs))
+            await asyncio.sleep(0.05)
+            return {name[0] for name in order[:2]}
+
+        await publish(output("a"), output("b"), output("c"))
+        assert await publish(output("a"), output("b"), output("c", finished=True), output("d")) == {"c", "d"}
+        await publish(*(output(name, finished=True) for name in "abd"))
+        await asyncio.gather(*tasks)
+
+    asyncio.run(compete())
+
+
 def test_only_so_many_wait_and_refusals_reach_their_caller():
     async def flood() -> None:
         served = AsyncEngine(engine(max_num_seqs=1), max_num_queued_reqs=2)

@@ -15,6 +15,7 @@ import pydantic
 import pytest
 
 from rimuru_jax import Engine, StructuredOutputsParams
+from rimuru_jax.server import responses
 from rimuru_jax.server.grammar_check import GrammarCheck
 from rimuru_jax.server.refusals import RefusedError
 from tests.server.running import running
@@ -46,6 +47,14 @@ def served() -> Iterator[tuple[Engine, str]]:
 def client(served: tuple[Engine, str]) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{served[1]}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
+
+
+def test_chunks_are_written_as_whole_bodies_would_be():
+    head, choice = {"id": 'a"b', "created": 3}, {"index": 0, "text": 'é\n"', "stop_reason": None}
+    for rest in ({}, {"usage": None}, {"usage": {"total_tokens": 3}}):
+        for before in (head, {}):
+            chunk = responses.ChunkFormat(before)(choice, **rest)
+            assert chunk == responses.event({**before, "choices": [choice], **rest})
 
 
 def test_models(client):
