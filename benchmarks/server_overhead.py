@@ -7,8 +7,14 @@
 
 The embedded default model; with `--step-ms` a tiny one whose tokens wait until a device that takes so long for each step
 would have them; with `--model` that one. All requests come at once, greedy, token ids as prompts; with `--rounds` each
-stream sends one after another, of half to one and a half times the tokens, so that they end at different times. Engine's
-own loop and server take turns with one engine; the client of the server is a process of its own.
+stream sends one after another, of half to one and a half times the tokens, so that they end at different times. Three take
+turns with one engine:
+
+- `engine`: its own loop, which adds a request in the very moment between two steps in which another ended. No client that
+  is not part of the loop can do that: its requests come while a step runs.
+- `async`: callers of `AsyncEngine` in the same process, each of which sends its next request as soon as it has its last
+  token: what the engine's thread costs, and requests that come at any time, without HTTP.
+- `server`: the same through HTTP, from a client that is a process of its own.
 
 Requests reach a server one after another, so that its first steps are smaller than the engine's. The columns `HTTP` leave
 that out: mean time to the first token, and of whole requests, as the client sees them less as the engine inside the server
@@ -36,6 +42,7 @@ from benchmarks import reliability
 from rimuru_jax import Engine, SamplingParams
 from rimuru_jax.bench import client
 from rimuru_jax.bench.workload import BenchRequest
+from rimuru_jax.server.async_engine import AsyncEngine
 from rimuru_jax.server.config import ServerConfig
 from rimuru_jax.server.serve import listen, serve_until
 
@@ -96,6 +103,10 @@ def requests_of(args: argparse.Namespace) -> list[BenchRequest]:
     return requests
 
 
+def params_of(request: BenchRequest) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=request.output_tokens, ignore_eos=True)
+
+
 def through_engine(one: Engine, args: argparse.Namespace) -> Times:
     requests = requests_of(args)
     begin = time.perf_counter()
@@ -104,10 +115,8 @@ def through_engine(one: Engine, args: argparse.Namespace) -> Times:
     def add() -> None:
         number = len(added)
         if number < len(requests):
-            tokens = requests[number].output_tokens
-            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
             added.append(time.perf_counter())
-            one.add_request(str(number), requests[number].prompt, params)
+            one.add_request(str(number), requests[number].prompt, params_of(requests[number]))
 
     for _ in range(args.streams):
         add()
@@ -119,6 +128,30 @@ def through_engine(one: Engine, args: argparse.Namespace) -> Times:
     seconds = time.perf_counter() - begin
     tokens = sum(request.output_tokens for request in requests)
     return Times(statistics.median(first.values()), tokens / seconds)
+
+
+def through_async(one: Engine, args: argparse.Namespace) -> Times:
+    requests = requests_of(args)
+
+    async def run() -> Times:
+        served, coming, firsts = AsyncEngine(one), iter(enumerate(requests)), list[float]()
+        served.start()
+        begin = time.perf_counter()
+
+        async def stream() -> None:
+            for number, request in coming:
+                sent, seen = time.perf_counter(), False
+                async for _ in served.generate(str(number), request.prompt, params_of(request)):
+                    if not seen:
+                        firsts.append(time.perf_counter() - sent)
+                    seen = True
+
+        await asyncio.gather(*(stream() for _ in range(args.streams)))
+        seconds = time.perf_counter() - begin
+        await served.drain(1.0)
+        return Times(statistics.median(firsts), sum(request.output_tokens for request in requests) / seconds)
+
+    return asyncio.run(run())
 
 
 def through_server(one: Engine, args: argparse.Namespace) -> Times:
@@ -209,6 +242,8 @@ def main() -> None:
     heads = (
         "engine: TTFT ms",
         "tok/s",
+        "async: TTFT ms",
+        "tok/s",
         "server: TTFT ms",
         "tok/s",
         "of engine's",
@@ -218,11 +253,14 @@ def main() -> None:
     print(" " * 8 + "".join(f"{head:>17}" for head in heads))
     shares, added = [], []
     for repeat in range(args.repeats + 1):
-        direct, served = through_engine(one, args), through_server(one, args)
+        direct, threaded, served = (
+            through(one, args) for through in (through_engine, through_async, through_server)
+        )
         share = served.tokens_per_second / direct.tokens_per_second
         name = f"run {repeat}" if repeat else "warm-up"
         print(
-            f"{name:8}{1e3 * direct.ttft:17.1f}{direct.tokens_per_second:17.1f}{1e3 * served.ttft:17.1f}"
+            f"{name:8}{1e3 * direct.ttft:17.1f}{direct.tokens_per_second:17.1f}"
+            f"{1e3 * threaded.ttft:17.1f}{threaded.tokens_per_second:17.1f}{1e3 * served.ttft:17.1f}"
             f"{served.tokens_per_second:17.1f}{share:17.3f}{1e3 * served.added_ttft:17.1f}{1e3 * served.added_latency:17.1f}",
             flush=True,
         )
