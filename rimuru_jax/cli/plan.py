@@ -113,7 +113,7 @@ def byte_classes(model: ModelConfig, layout: PageLayout, weight_bytes: int) -> d
             per_sequence += placed.tables * unit
     return {
         "resident_weights": resident_bytes(model, weight_bytes),
-        "read_from_host": host_row_bytes(model, weight_bytes),
+        "embeddings_on_host": host_row_bytes(model, weight_bytes),
         "expert": one,
         "experts": one * model.moe.num_experts * expert.kind.layers,
         "kv_per_token": per_token,
@@ -133,7 +133,7 @@ def _row(pool: PoolPlan, classes: dict[str, int]) -> dict[str, Any]:
     return {
         "pool_bytes": pool.pool_bytes,
         "memory_policy": pool.memory_policy,
-        "device_bytes": pool.pool_bytes + classes["resident_weights"] - classes["read_from_host"],
+        "device_bytes": pool.pool_bytes + classes["resident_weights"] - classes["embeddings_on_host"],
         "expert_offload_limit": pool.expert_offload_limit,
         "max_model_len": pool.max_model_len,
         "resident_experts_at_start": resident,
