@@ -4,13 +4,15 @@
 
 For each policy: milliseconds per decode step of some numbers of streams (the decodes of one batch, prompts of 128 tokens),
 and the steady state: requests of a trace, of which some always wait, from when as many run as will until `--window`
-seconds later. A policy is a name of `POLICIES`, or `fixed:N` with N experts of each layer away.
+seconds later. A policy is a name of `POLICIES`, or `fixed:N` with N experts of each layer away. With `--matched-hotset` each
+starts with the experts resident that a batch of streams has chosen most before.
 """
 
 import argparse
 import itertools
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -22,7 +24,9 @@ import jax
 from rimuru_jax import Engine, SamplingParams
 from rimuru_jax.bench.in_process import random_requests, run_requests
 from rimuru_jax.bench.workload import trace_lengths
+from rimuru_jax.controller import fingerprint
 from rimuru_jax.cuda_driver import cuda_driver
+from rimuru_jax.host.hotset import HotsetProfile
 from rimuru_jax.memory_budget import describe_peak
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -32,6 +36,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 TRACE = Path(__file__).parents[1] / "rimuru_jax/experiments/data/sharegpt_qwen3_lengths.csv"
 PROMPT, CONTEXT_STEPS = 128, 32
+PROFILED = 64
 WAITING = 4
 """Requests that wait at any time in the steady state."""
 MOST_REQUESTS = 1000
@@ -66,6 +71,15 @@ def decode_ms(engine: Engine, streams: int) -> float:
     requests = random_requests(engine, [(PROMPT, CONTEXT_STEPS)] * streams)
     _, steps = run_requests(engine, requests)
     return 1e3 * statistics.median(steps[-CONTEXT_STEPS + 2 : -2])
+
+
+def record_hotset(engine: Engine, path: Path) -> None:
+    """What PROFILED streams choose, for `expert_hotset_path`."""
+    run_requests(engine, random_requests(engine, [(PROMPT, CONTEXT_STEPS)] * PROFILED, seed=1))
+    counts, tokens = engine.router_counts, engine.num_routed_tokens
+    HotsetProfile(
+        model=fingerprint(engine.model_config), counts=counts, tokens=tokens, data="random prompts"
+    ).save(path)
 
 
 def steady_state(engine: Engine, lengths: list[tuple[int, int]], window: float, most: float) -> SteadyState:
@@ -129,6 +143,7 @@ def main() -> None:
     parser.add_argument("--window", type=float, default=200, help="seconds; 0 leaves the steady state out")
     parser.add_argument("--settle", type=float, default=200, help="seconds to wait for it at most")
     parser.add_argument("--skew", type=float, default=0.0, help="dummy_router_skew")
+    parser.add_argument("--matched-hotset", action="store_true")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     parser.add_argument("--max-model-len", type=int, default=8192)
@@ -159,6 +174,10 @@ def main() -> None:
     print("output tokens/s | prompt tokens/s | ms | running | resident | preempted | settled after, s |")
     print("| --- " * (9 + len(args.streams)) + "|", flush=True)
     results = {}
+    if args.matched_hotset:
+        path = Path(tempfile.mkdtemp()) / "hotset.json"
+        record_hotset(engine, path)
+        policies = {name: settings | {"expert_hotset_path": str(path)} for name, settings in policies.items()}
     for policy, settings in policies.items():
         engine.reconfigure(**settings)
         limit = engine.plan.expert_offload_limit
