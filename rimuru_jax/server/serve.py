@@ -11,6 +11,7 @@ import uvicorn
 
 from rimuru_jax.engine import Engine
 from rimuru_jax.server.app import build_app
+from rimuru_jax.server.bounded_http import BoundedHttp
 from rimuru_jax.server.config import ServerConfig
 from rimuru_jax.server.request_log import EndObserver, log_ended, log_stats
 
@@ -78,7 +79,13 @@ async def serve_until(
         observers.append(tracing)
     app = build_app(engine, config, observers)
     settings = uvicorn.Config(
-        app, log_level="error", lifespan="off", access_log=False, timeout_graceful_shutdown=5, ws="none"
+        app,
+        http=BoundedHttp,
+        ws="none",
+        lifespan="off",
+        log_level="error",
+        access_log=False,
+        timeout_graceful_shutdown=5,
     )
     server = uvicorn.Server(settings)
     running = asyncio.ensure_future(server._serve([server_socket]))  # `serve` without its own signal handlers

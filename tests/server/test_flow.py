@@ -306,6 +306,32 @@ def post(url: str, **body) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
 
 
+def test_heads_have_an_end():
+    def begin(url: str) -> socket.socket:
+        host, port = url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=20)
+
+    def status(url: str, *pieces: bytes) -> int:
+        with begin(url) as connection:
+            for piece in pieces:
+                connection.sendall(piece)
+                time.sleep(0.01)  # so that it comes by itself
+            return int(connection.recv(4096).split()[1])
+
+    line, some = b"GET /health HTTP/1.1\r\n", b"x" * 30_000
+    with running(engine()) as url:
+        assert status(url, line + b"A: " + some + b"\r\nB: " + some + b"\r\n\r\n") == 200
+        assert status(url, line + b"A: " + some, some + b"\r\n\r\n") == 200
+        assert status(url, line + b"A: " + some * 3 + b"\r\n\r\n") == 400
+        assert status(url, line + b"A: " + some, some, some) == 400, "however long it would become"
+        assert status(url, line + b"".join(b"A%d: 1\r\n" % i for i in range(20_000)) + b"\r\n") == 400
+        assert status(url, b"GET /" + some * 3 + b" HTTP/1.1\r\n\r\n") == 400
+        with httpx.Client(base_url=url, timeout=60) as client:  # one connection
+            for _ in range(3):
+                assert client.post("/tokenize", content=b" " * 100_000).status_code == 400, "no JSON"
+                assert client.get("/health", headers={"A": "x" * 30_000}).status_code == 200
+
+
 def test_over_http():
     one = engine(max_num_seqs=1)
     slow_down(one, 0.02)  # so that the long requests below are still running when they are looked at
