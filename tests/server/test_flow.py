@@ -19,6 +19,7 @@ from rimuru_jax import Engine, RequestOutput, SamplingParams
 from rimuru_jax.cli import main
 from rimuru_jax.models.config import Moe
 from rimuru_jax.models.hybrid import hybrid, random_model
+from rimuru_jax.server import bounded_http
 from rimuru_jax.server.async_engine import AsyncEngine, EngineFailedError, QueueFullError, ShuttingDownError
 from rimuru_jax.server.config import ServerConfig
 from rimuru_jax.server.delivery import Delivery, Job
@@ -330,6 +331,25 @@ def test_heads_have_an_end():
             for _ in range(3):
                 assert client.post("/tokenize", content=b" " * 100_000).status_code == 400, "no JSON"
                 assert client.get("/health", headers={"A": "x" * 30_000}).status_code == 200
+
+
+def test_heads_come_in_time(monkeypatch):
+    monkeypatch.setattr(bounded_http, "HEAD_SECONDS", 0.4)
+    one = engine()
+    slow_down(one, 0.02)
+    with running(one) as url:
+        host, port = url.removeprefix("http://").split(":")
+        for start in (b"", b"GET /health HTTP/1.1\r\nA: "):
+            with socket.create_connection((host, int(port)), timeout=20) as connection:
+                connection.sendall(start)
+                assert connection.recv(4096) == b"", "closed"
+        with httpx.Client(
+            base_url=url, timeout=60
+        ) as client:  # answers may take longer, and the next request may come later
+            for _ in range(2):
+                body = {"prompt": [1], "max_tokens": 40, "ignore_eos": True, "stream": True}
+                assert client.post("/v1/completions", json=body).text.endswith("data: [DONE]\n\n")
+                time.sleep(0.5)
 
 
 def test_over_http():
