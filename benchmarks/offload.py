@@ -37,6 +37,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 TRACE = Path(__file__).parents[1] / "rimuru_jax/experiments/data/sharegpt_qwen3_lengths.csv"
 PROMPT, CONTEXT_STEPS = 128, 32
 PROFILED = 64
+"""Streams whose choices make a hotset."""
 WAITING = 4
 """Requests that wait at any time in the steady state."""
 MOST_REQUESTS = 1000
@@ -143,7 +144,7 @@ def main() -> None:
     parser.add_argument("--window", type=float, default=200, help="seconds; 0 leaves the steady state out")
     parser.add_argument("--settle", type=float, default=200, help="seconds to wait for it at most")
     parser.add_argument("--skew", type=float, default=0.0, help="dummy_router_skew")
-    parser.add_argument("--matched-hotset", action="store_true")
+    parser.add_argument("--matched-hotset", action="store_true", help="record a hotset first")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     parser.add_argument("--max-model-len", type=int, default=8192)

@@ -52,7 +52,7 @@ class Driver:
                     )
             if status != 0:
                 raise MemoryError(
-                    f"{size} bytes of host memory for the experts cannot be page-locked (cuMemHostRegister gave "
+                    f"{size} bytes of host memory for weights cannot be page-locked (cuMemHostRegister gave "
                     f"{self._name(status)}): free host memory, or raise its limit (ulimit -l)"
                 )
             if seen.value != address:

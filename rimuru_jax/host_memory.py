@@ -23,7 +23,7 @@ _DLPACK_CODES = {"uint16": 1, "int32": 0, "float32": 2, "bfloat16": 4}
 
 
 def device_view(pages: np.ndarray) -> HostPages:
-    """uint16 `pages` as an array of the default device that shares their memory; it keeps them alive.
+    """`pages`, or other weights, as an array of the default device that shares their memory; it keeps them alive.
 
     Pages of a file mapped read-only are locked in the file cache, so that nothing is copied; where the system refuses
     that, they are read once into memory that can be locked. Raises MemoryError when nothing can be locked.

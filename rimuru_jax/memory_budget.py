@@ -12,7 +12,7 @@ from rimuru_jax.cuda_driver import cuda_driver
 from rimuru_jax.host.page_layout import PageLayout, format_bytes
 from rimuru_jax.models.config import ModelConfig
 from rimuru_jax.models.context import ModelSpec
-from rimuru_jax.models.registry import host_row_bytes, resident_bytes
+from rimuru_jax.models.registry import host_embedding_bytes, resident_bytes
 from rimuru_jax.serving_loop import table_shapes, workspace_bytes
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,11 @@ def reserve_memory(gpu_memory_utilization: float) -> None:
 
 def describe_peak() -> str:
     """How much of the default device's memory JAX has had in use at most, of what it may have; for the logs of experiments."""
-    stats = jax.devices()[0].memory_stats() or {}
-    most, limit = (format_bytes(stats.get(name, 0)) for name in ("peak_bytes_in_use", "bytes_limit"))
+    device = jax.devices()[0]
+    stats = device.memory_stats()
+    if stats is None:
+        return f"{device.device_kind} does not say how much memory was in use"
+    most, limit = (format_bytes(stats[name]) for name in ("peak_bytes_in_use", "bytes_limit"))
     return f"device memory in use at most {most} of {limit}"
 
 
@@ -87,7 +90,7 @@ def measure(
     clamp = min(bounds, key=lambda name: bounds[name])
     limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
     tables = sum(math.prod(shape) * 4 for shape in table_shapes(layout, **limits).values())
-    weights = resident_bytes(model, spec.dtype.itemsize) - host_row_bytes(model, spec.dtype.itemsize)
+    weights = resident_bytes(model, spec.dtype.itemsize) - host_embedding_bytes(model, spec.dtype.itemsize)
     workspace = workspace_bytes(spec, layout, max_num_batched_tokens=max_num_batched_tokens, **limits)
     return MemoryBudget(
         total=total,

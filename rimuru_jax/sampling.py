@@ -181,8 +181,8 @@ def choose(
     return token_ids, finite
 
 
-def _in_parts(draw: Callable[..., Array], rows: Any) -> Array:
-    """`draw` of DRAWS_AT_ONCE rows after another, if that divides them."""
+def _in_parts(draw: Callable[..., Array], rows: tuple[Any, ...]) -> Array:
+    """`draw` of arguments with a row each, DRAWS_AT_ONCE rows after another if that divides them."""
     parts, rest = divmod(len(rows[0]), DRAWS_AT_ONCE)
     if rest or parts < 2:
         return draw(*rows)

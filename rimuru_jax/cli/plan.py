@@ -22,7 +22,7 @@ from rimuru_jax.cli.options import (
 from rimuru_jax.host.page_layout import EXPERT, PageLayout, format_bytes
 from rimuru_jax.host.pool_plan import MemoryPolicy, PoolPlan, choose_layout, plan_pool
 from rimuru_jax.models.config import ElementBytes, ModelConfig
-from rimuru_jax.models.registry import host_row_bytes, parse_config, read_config, resident_bytes
+from rimuru_jax.models.registry import host_embedding_bytes, parse_config, read_config, resident_bytes
 
 SHARES = (0.25, 0.5, 1.0, 1.25)
 """Pool sizes that are shown when the user names none, in bytes of all experts."""
@@ -113,7 +113,7 @@ def byte_classes(model: ModelConfig, layout: PageLayout, weight_bytes: int) -> d
             per_sequence += placed.tables * unit
     return {
         "resident_weights": resident_bytes(model, weight_bytes),
-        "embeddings_on_host": host_row_bytes(model, weight_bytes),
+        "embeddings_on_host": host_embedding_bytes(model, weight_bytes),
         "expert": one,
         "experts": one * model.moe.num_experts * expert.kind.layers,
         "kv_per_token": per_token,

@@ -25,13 +25,13 @@ from rimuru_jax.experiments.cost import CostModel, Work
 from rimuru_jax.experiments.results import Arrival, RunResult, Timeline, used_bytes
 from rimuru_jax.host.allocator import PageAllocator
 from rimuru_jax.host.hotset import HotsetProfile
-from rimuru_jax.host.page_layout import EXPERT
+from rimuru_jax.host.page_layout import EXPERT, format_bytes
 from rimuru_jax.host.pool_plan import PoolPlan
 from rimuru_jax.host.prefetch import absent_and_loaded, loads_ahead
 from rimuru_jax.host.request import Request
 from rimuru_jax.host.throughput import StepCosts, powers
 from rimuru_jax.models.config import ModelConfig
-from rimuru_jax.models.registry import host_row_bytes, resident_bytes
+from rimuru_jax.models.registry import host_embedding_bytes, resident_bytes
 
 ROUTING = {"uniform": 0.0, "early_layer": 0.5, "typical": 0.8, "steep": 1.2}
 """Exponents s of an expert's popularity, 1 / rank^s: from none to what single-domain code shows."""
@@ -222,18 +222,18 @@ _WORKSPACE = 5 * 2**28
 
 
 def pool_for(model: ModelConfig, config: EngineConfig, device_bytes: int) -> int:
-    """Bytes of a pool beside the resident weights and a workspace of 1.25 GiB, in whole pools.
+    """Bytes of a pool beside the resident weights and a workspace, in whole pools.
 
     Raises ValueError when the weights alone do not fit.
     """
     layout = layout_for(model, config)
     step = layout.huge_page_multiple * layout.huge_page_bytes
     size = element_bytes(config).weight
-    weights = resident_bytes(model, size) - host_row_bytes(model, size)
+    weights = resident_bytes(model, size) - host_embedding_bytes(model, size)
     room = device_bytes - weights - _WORKSPACE
     if room < 2 * step:
         raise ValueError(
             f"{device_bytes} bytes of device memory do not hold {weights} bytes of resident weights, "
-            "a workspace of 1.25 GiB and a page pool: take a card with more memory"
+            f"a workspace of {format_bytes(_WORKSPACE)} and a page pool: take a card with more memory"
         )
     return room // step * step

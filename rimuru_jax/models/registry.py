@@ -89,6 +89,6 @@ def resident_bytes(model: ModelConfig, weight_bytes: int) -> int:
     return sum(math.prod(source.shape) * (4 if source.float32 else weight_bytes) for source in sources)
 
 
-def host_row_bytes(model: ModelConfig, weight_bytes: int) -> int:
+def host_embedding_bytes(model: ModelConfig, weight_bytes: int) -> int:
     """Bytes of the resident weights that a GPU reads from the host, a row for each token: embeddings but for tied ones."""
     return 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size * weight_bytes

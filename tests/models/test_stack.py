@@ -1,5 +1,6 @@
 """How layers are cut into scanned segments."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -85,12 +86,17 @@ def test_stack_params_follows_the_segments_and_keeps_no_second_copy():
 def test_unrolled_layers_have_the_parameters_of_their_own():
     """A layer may have nothing but its norm, if its mixer is one of the user's."""
     norms, routers = np.arange(6.0).reshape(2, 3), np.arange(8.0).reshape(2, 2, 2)
-    pattern = {"input_norm": norms}, {"input_norm": norms + 10, "router": routers}
+    biases = np.arange(8.0).reshape(2, 4).astype(jnp.bfloat16)
+    pattern = (
+        {"input_norm": norms},
+        {"input_norm": norms + 10, "router": routers, "qkv_bias": biases},
+    )
     (segment,) = unroll_params({"segments": (pattern,)}, list)["segments"]
     repetitions = list(segment.repetitions())
     assert len(repetitions) == 2
     for i, layers in enumerate(repetitions):
-        assert [sorted(layer) for layer in layers] == [["input_norm"], ["input_norm", "router"]]
+        assert [sorted(layer) for layer in layers] == [["input_norm"], ["input_norm", "qkv_bias", "router"]]
         np.testing.assert_array_equal(layers[0]["input_norm"], norms[i])
         np.testing.assert_array_equal(layers[1]["input_norm"], norms[i] + 10)
         np.testing.assert_array_equal(layers[1]["router"], routers[i])
+        np.testing.assert_array_equal(layers[1]["qkv_bias"], biases[i].astype(np.float32), strict=True)

@@ -195,9 +195,8 @@ def test_a_caller_that_does_not_ask_runs_out_of_time_too():
         one = engine()
         served = AsyncEngine(one)
         served.start()
-        await collect(
-            served, "warm", [1, 2, 3], 30
-        )  # whatever it takes to compile is done before the clock runs
+        # Whatever it takes to compile is done before the clock runs.
+        await collect(served, "warm", [1, 2, 3], 30)
         slow_down(one, 0.02)
         stream = served.generate("a", [1, 2, 3], params(200), timeout=0.5)
         await anext(stream)
@@ -343,9 +342,8 @@ def test_heads_come_in_time(monkeypatch):
             with socket.create_connection((host, int(port)), timeout=20) as connection:
                 connection.sendall(start)
                 assert connection.recv(4096) == b"", "closed"
-        with httpx.Client(
-            base_url=url, timeout=60
-        ) as client:  # answers may take longer, and the next request may come later
+        # Answers may take longer, and the next request may come later.
+        with httpx.Client(base_url=url, timeout=60) as client:
             for _ in range(2):
                 body = {"prompt": [1], "max_tokens": 40, "ignore_eos": True, "stream": True}
                 assert client.post("/v1/completions", json=body).text.endswith("data: [DONE]\n\n")
